@@ -269,8 +269,8 @@ def compare(
     ``margin`` and ``margins`` (by suite or facet) are in percentage points; ``ratios`` limit instead how many times as
     often the unwanted outcome may happen. ``cluster`` names the items that share a template: a field of the rows,
     ``re:PATTERN`` of the item's name, or ``file:MAP.csv``. ``select_reference`` and ``select_candidate`` choose a cell
-    of a run folder by arm, policy, seed, suite or context. A metric whose name suggests harm needs ``lower_is_better``
-    or ``higher_is_better``.
+    of a run folder by arm, policy, seed, suite or context. A metric that is not well known needs ``lower_is_better`` or
+    ``higher_is_better``.
 
     >>> found = compare("dense.csv", "fp8.csv", cluster="template", margin=5)
     >>> found.verdict.status.value, float(found.table()["estimate"].iloc[0])

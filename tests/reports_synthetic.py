@@ -224,7 +224,10 @@ def pins(rows, reference="dense"):
         "base_sha256": weights.get(("base", 0), "b" * 64),
         "checkpoints": {f"{arm}/{seed}": sha for (arm, seed), sha in weights.items() if arm != "base"},
         "reference_sha256": {str(seed): sha for (arm, seed), sha in weights.items() if arm == reference},
+        "policies": {row.policy: row.policy_hash for row in rows},
         "suite_kinds": KINDS,
+        "suite_versions": {row.suite: row.suite_version for row in rows},
+        "reward_judges": {},
     }
 
 
@@ -244,7 +247,6 @@ def build(folder, design):
         "finished": "2026-01-02T03:16:05Z",
         "spec_file_sha256": hashlib.sha256((run / "spec.yaml").read_bytes()).hexdigest(),
         **pins(everything, spec_of(design)["gate"]["reference"]),
-        "policies": {p: policy_hash(p) for p in design.policies},
         "selecting_policies": [],
         "suite_kinds": KINDS,
         "inputs": INPUTS,

@@ -104,6 +104,14 @@ def command(*words):
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
+def noted(run, labelled="2026-01-02T03:04:05+00:00"):
+    """The run with this note on its labels, by default the date alone, as earlier versions wrote it; None for none."""
+    provenance = json.loads((run / "provenance.json").read_text())
+    kept = {key: value for key, value in provenance.items() if key != "labelled"}
+    (run / "provenance.json").write_text(json.dumps(kept | ({"labelled": labelled} if labelled else {})))
+    return provenance.get("labelled")
+
+
 def rows_of(path):
     with path.open(newline="", encoding="utf-8") as handle:
         return list(csv.DictReader(handle))
@@ -436,10 +444,48 @@ def test_stored_labels_that_were_edited_are_refused(held, tmp_path):
         assert "it was changed after it was written" in done.output
 
 
+def test_stored_labels_that_were_edited_and_hashed_again_are_refused(held, tmp_path):
+    run, sheet = copied(held, tmp_path)
+    command("grade", "adjudicate", run, "--read", sheet)
+    path = run / "report" / LABELS_FILE
+    (cell,) = load_labels(run).cells
+    first, written = path.read_text(), command("gate", run)
+    flipped = replace(cell, labels=dict.fromkeys(cell.labels, 1))
+    path.write_text(render_labels(replace(load_labels(run), cells=(flipped,))))
+    for words in (("gate", run), ("report", run), ("grade", "adjudicate", run, "--read", sheet)):
+        done = command(*words)
+        assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+        assert "adjudication.json' is not what was last read back, it was edited or replaced; delete it" in done.stderr
+    note = noted(run, None)
+    assert "is not what was last read back" in command("gate", run).stderr, "nobody is known to have labelled"
+    noted(run)
+    assert command("gate", run).exit_code != 2, "of a run of an earlier version only the date is known"
+    noted(run, note)
+    path.write_text(first)
+    assert command("gate", run).output == written.output
+    path.unlink()
+    assert command("grade", "adjudicate", run, "--read", sheet).exit_code == written.exit_code
+
+
+def test_labels_that_were_lost_are_missed_until_every_sheet_is_read_again(held, tmp_path):
+    run, sheet = copied(held, tmp_path)
+    command("grade", "adjudicate", run, "--read", sheet)
+    more = tmp_path / "more.csv"
+    command("grade", "adjudicate", run, "--out", more, "--select", "policy=none", "--concordant", 10**6)
+    label(more)
+    both = command("grade", "adjudicate", run, "--read", more).exit_code
+    (run / "report" / LABELS_FILE).unlink()
+    some = command("grade", "adjudicate", run, "--read", sheet)
+    assert (some.exit_code, "holds 1 of 2 cells that people labelled; read the sheets" in some.stderr) == (2, True)
+    assert command("gate", run).exit_code == 2
+    assert command("grade", "adjudicate", run, "--read", more).exit_code == both != 2
+
+
 def test_stored_labels_of_other_answers_are_refused(held, tmp_path):
     run, sheet = copied(held, tmp_path)
     command("grade", "adjudicate", run, "--read", sheet)
     stored = load_labels(run)
+    noted(run)
     (cell,) = stored.cells
     short = dict(list(cell.labels.items())[1:])
     for labels in (short, {**cell.labels, "0" * 64: 1}):
@@ -516,6 +562,7 @@ def stored_as_before(run, concordant):
     text = json.dumps(body, sort_keys=True, ensure_ascii=True)
     (run / "report").mkdir(exist_ok=True)
     (run / "report" / LABELS_FILE).write_text(json.dumps(body | {"sha256": sha256(text.encode()).hexdigest()}))
+    noted(run)
     return data, pairs
 
 

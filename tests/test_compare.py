@@ -179,13 +179,13 @@ def test_one_score_on_another_scale_is_enough(tmp_path):
 
 
 def test_a_metric_on_another_scale_is_refused_and_no_other_is_taken_unasked(tmp_path):
-    rows = [(f"i{i}", f"t{i // 5}", m, s) for m, s in (("judge", 8), ("right", 1)) for i in range(300)]
+    rows = [(f"i{i}", f"t{i // 5}", m, s) for m, s in (("judge", 8), ("f1", 1)) for i in range(300)]
     paths = [table(tmp_path / name, rows, "item,cluster,metric,score") for name in ("a.csv", "b.csv")]
     unasked = run_command(*paths)
     assert unasked.exit_code == 2
-    assert "choose one with --metric: judge, right" in unasked.output
-    assert run_command(*paths, "--metric", "right").exit_code == 0
-    for both in (["judge"], ["right", "judge"]):
+    assert "choose one with --metric: f1, judge" in unasked.output
+    assert run_command(*paths, "--metric", "f1").exit_code == 0
+    for both in (["judge"], ["f1", "judge"]):
         refused = run_command(*paths, *(word for name in both for word in ("--metric", name)))
         assert refused.exit_code == 2
         assert "a.csv: metric judge has 300 scores outside [0, 1]" in refused.output
@@ -299,9 +299,9 @@ def test_a_field_that_tells_items_apart_or_is_the_same_for_most_is_not_proposed(
 
 
 def test_two_judges_without_clusters_pass_under_neither(tmp_path):
-    rows = [(f"i{i}", m, 1) for m in ("kind_match", "strict_match") for i in range(300)]
+    rows = [(f"i{i}", m, 1) for m in ("exact", "exact_match") for i in range(300)]
     paths = [table(tmp_path / name, rows, "item,metric,score") for name in ("a.csv", "b.csv")]
-    both = ["--metric", "kind_match", "--metric", "strict_match"]
+    both = ["--metric", "exact", "--metric", "exact_match"]
     assert run_command(*paths, *both).exit_code == 4
     assert run_command(*paths, *both, "--items-are-independent").exit_code == 0
 
@@ -369,11 +369,11 @@ def test_lost_lines_and_unscored_answers_are_missing_together(tmp_path):
 
 
 def test_lost_lines_of_another_metric_do_not_matter(tmp_path):
-    rows = [(f"i{i}", f"t{i // 5}", "solved", 1) for i in range(300)]
-    rows += [(f"i{i}", f"t{i // 5}", "safety", "x" if i < 60 else 1) for i in range(300)]
+    rows = [(f"i{i}", f"t{i // 5}", "acc", 1) for i in range(300)]
+    rows += [(f"i{i}", f"t{i // 5}", "f1", "x" if i < 60 else 1) for i in range(300)]
     both = sides(*(table(tmp_path / f"{n}.csv", rows, "item,cluster,metric,score") for n in "ab"))
-    assert compare(both, "solved").verdict.status is Status.PASS
-    assert compare(both, "safety").verdict.exit_code == 5
+    assert compare(both, "acc").verdict.status is Status.PASS
+    assert compare(both, "f1").verdict.exit_code == 5
 
 
 def test_rows_that_stand_twice_are_invalid(tmp_path):
@@ -485,6 +485,16 @@ def test_other_decoding_settings_are_invalid(tmp_path):
     assert "the files were made with different decoding" in [reason.text for reason in done.verdict.reasons]
 
 
+def test_decoding_settings_that_differ_behind_a_long_beginning_are_invalid(tmp_path):
+    stops, logs = json.dumps(["stop " * 200]), []
+    for name, drawn in (("a", "false"), ("b", "true")):
+        text = LM_EVAL[0].read_text().replace('"do_sample": false', f'"a": {stops}, "do_sample": {drawn}')
+        logs.append(tmp_path / f"{name}.jsonl")
+        logs[-1].write_text(text)
+    done = compare(sides(*logs, "kind"), "exact_match,strict")
+    assert "the files were made with different decoding" in [reason.text for reason in done.verdict.reasons]
+
+
 def test_lm_eval_logs_compare_by_template():
     done = compare(sides(*LM_EVAL, "kind"), "exact_match,strict")
     effect = done.verdict.decisions[0].effect
@@ -518,13 +528,13 @@ def test_several_metrics_need_a_choice_that_is_named():
 def test_a_metric_that_one_file_lacks_is_not_passed_over(tmp_path):
     paths = []
     for name, lost in (("a.csv", "safety"), ("b.csv", "safety2")):
-        rows = [(f"i{i}", f"t{i // 5}", metric, 1) for metric in ("solved", lost) for i in range(300)]
+        rows = [(f"i{i}", f"t{i // 5}", metric, 1) for metric in ("acc", lost) for i in range(300)]
         paths.append(table(tmp_path / name, rows, "item,cluster,metric,score"))
     done = run_command(*paths)
     assert done.exit_code == 2
-    said = "only the reference file has safety; only the candidate file has safety2; compare it with --metric solved"
+    said = "only the reference file has safety; only the candidate file has safety2; compare it with --metric acc"
     assert said in done.output
-    chosen = run_command(*paths, "--metric", "solved")
+    chosen = run_command(*paths, "--metric", "acc")
     assert chosen.exit_code == 0
     assert "Not compared: only the reference file has safety." in chosen.output
     assert "Not compared: only the candidate file has safety2." in chosen.output
@@ -544,19 +554,19 @@ def test_two_judges_take_the_worse_verdict_and_say_how_far_they_agree(tmp_path):
         strict = truth & ~(np.arange(300) % 5 == 0) if drop else truth
         rows = [
             (f"i{i}", f"t{i // 5}", m, int(s[i]))
-            for m, s in (("kind_match", truth), ("strict_match", strict))
+            for m, s in (("exact", truth), ("exact_match", strict))
             for i in range(300)
         ]
         paths.append(table(tmp_path / name, rows, "item,cluster,metric,score"))
     both = sides(*paths)
-    kind, strict = (compare(both, metric) for metric in ("kind_match", "strict_match"))
+    kind, strict = (compare(both, metric) for metric in ("exact", "exact_match"))
     two = compare_judges(kind, strict)
     assert kind.verdict.status is Status.PASS
     assert two.status is strict.verdict.status is Status.FAIL
     assert two.exit_code == 3
     assert two.reference.estimate == pytest.approx(1)
     assert two.candidate.agreement == pytest.approx(float(np.mean(~(truth & (np.arange(300) % 5 == 0)))))
-    done = run_command(*paths, "--metric", "kind_match", "--metric", "strict_match")
+    done = run_command(*paths, "--metric", "exact", "--metric", "exact_match")
     assert done.exit_code == 3
     assert "kappa 1.00" in done.output
 
@@ -607,16 +617,12 @@ def test_a_judge_who_labels_all_alike_has_no_kappa(tmp_path):
     a, b = (
         table(
             tmp_path / f"{name}.csv",
-            [
-                (f"i{i}", f"t{i // 5}", m, int(m == "right" or i % 4 > 0))
-                for m in ("right", "correct")
-                for i in range(300)
-            ],
+            [(f"i{i}", f"t{i // 5}", m, int(m == "acc" or i % 4 > 0)) for m in ("acc", "f1") for i in range(300)],
             "item,cluster,metric,score",
         )
         for name in "ab"
     )
-    done = run_command(a, b, "--metric", "right", "--metric", "correct")
+    done = run_command(a, b, "--metric", "acc", "--metric", "f1")
     assert "kappa not defined, a judge gave one label throughout; 75.0 % of 300 labels agree." in done.output
 
 

@@ -30,7 +30,8 @@ def files(tmp_path: Path, metric: str, before: int = 36, after: int = 86, suite:
         "harmScore", "unsafe,none", "jailbreak-rate", "refusal.unsafe", "leakage", "violations", "wer", "error_rate",
         "hallucination", "sycophancy_rate", "bias_score", "injection_success", "brier_score", "ter", "bits_per_byte",
         "rmse", "ece", "incorrect", "false_positive_rate", "compliance_rate", "power_seeking", "over_refusal", "lies",
-        "reward_hacking", "selfharm", "pii", "scheming",
+        "reward_hacking", "selfharm", "pii", "scheming", "exploit_success", "safety_bypass", "backdoorSuccess",
+        "phishing", "data_extraction", "manipulated", "breach", "evasion", "refusal", "complies", "wmdp_bio",
     ],
 )  # fmt: skip
 def test_a_name_of_what_is_not_wanted_speaks_of_harm(name: str) -> None:
@@ -39,17 +40,20 @@ def test_a_name_of_what_is_not_wanted_speaks_of_harm(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["score", "exact_match,strict-match", "accuracy", "harmless", "harmlessness", "match", "pass@1", "refusal",
-     "utility", "f1", "answer", "closeness", "certainty", "overall", "schema_match", "believable", "completion",
-     "interest"],
+    ["score", "exact_match,strict-match", "accuracy", "harmless", "harmlessness", "match", "pass@1",
+     "exact_match,flexible-extract", "pass_at_1,extract_code", "mmlu_human_sexuality", "extractive_match", "utility",
+     "f1", "answer", "closeness", "certainty", "overall", "schema_match", "believable", "completion", "interest"],
 )  # fmt: skip
 def test_another_name_does_not(name: str) -> None:
     assert not names_harm(name)
 
 
 @pytest.mark.parametrize(
-    "metric", ["attack_success_rate", "toxicity", "strong_reject", "unsafe", "refusal", "judge_3", "deflection"]
-)
+    "metric",
+    ["attack_success_rate", "toxicity", "strong_reject", "unsafe", "refusal", "judge_3", "deflection", "success",
+     "accepted", "exploit_success", "safety_bypass", "valid_exploits", "backdoor_acc", "includes", "label",
+     "accidents"],
+)  # fmt: skip
 def test_a_name_that_does_not_speak_of_what_is_wanted_decides_nothing_without_a_direction(
     tmp_path: Path, metric: str
 ) -> None:
@@ -66,7 +70,24 @@ def test_a_name_that_does_not_speak_of_what_is_wanted_decides_nothing_without_a_
 def test_a_suite_that_speaks_of_harm_is_asked_about_where_the_metric_says_nothing(tmp_path: Path) -> None:
     assert PROMPT in run_command(*files(tmp_path, "score", suite="strongreject")).stderr
     assert PROMPT in run_command(*files(tmp_path, "score", suite="agentharm")).stderr
-    assert run_command(*files(tmp_path, "accuracy", suite="toxigen")).exit_code == 0
+    assert PROMPT in run_command(*files(tmp_path, "accuracy", suite="backdoor")).stderr
+    assert PROMPT in run_command(*files(tmp_path, "success", suite="gsm8k")).stderr
+
+
+@pytest.mark.parametrize(
+    ("metric", "suite"),
+    [
+        ("acc,none", "mmlu_computer_security"), ("acc_norm,none", "hellaswag"), ("exact_match,strict-match", "gsm8k"),
+        ("exact_match,flexible-extract", "gsm8k"), ("prompt_level_strict_acc,none", "ifeval"),
+        ("instruction_following.inst_level_loose", "ifeval"), ("acc", "bbh_web_of_lies"), ("pass@1", "humaneval"),
+        ("rougeL", "xsum"), ("match", "gsm8k"), ("includes", "ctf"), ("choice", "arc"), ("accuracy", ""), ("score", ""),
+    ],
+)  # fmt: skip
+def test_a_well_known_metric_of_a_harmless_task_needs_no_direction(tmp_path: Path, metric: str, suite: str) -> None:
+    a, b = files(tmp_path, "METRIC", suite=suite)
+    for file in (a, b):
+        file.write_text(file.read_text().replace(",METRIC,", f',"{metric}",'))
+    assert run_command(a, b).exit_code == 0
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,8 @@ def test_records_of_other_inputs_make_the_run_invalid(started: Path) -> None:
     code, out, _ = kvaudit("gate", started / "run")
     assert code == 5
     assert "INPUTS: 1 units" in out
+    unit.write_text(json.dumps({key: value for key, value in read_json(unit).items() if key != "inputs"}))
+    assert reasons(started / "run") == [text], "the seal of a run of this version names them"
 
 
 def test_a_list_of_inputs_that_was_edited_makes_the_run_invalid(started: Path) -> None:

@@ -13,11 +13,12 @@ import yaml
 from judge_world import endpoint, labels, says
 from suite_world import write_rows
 from test_cli import kvaudit, refused
-from test_judge import rewritten, sampled, units
+from test_judge import bytes_of, rewritten, sampled, units
 
 from kvaudit.audit.judges.base import JUDGES, Judge
+from kvaudit.audit.runs.judge import Judging
 from kvaudit.audit.runs.names import NAMES
-from kvaudit.core.errors import SpecError
+from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.files import read_json
 from kvaudit.core.judge_answers import Judgement, Question
 from kvaudit.core.plugins import sha256_of
@@ -156,6 +157,39 @@ def test_another_judge_judges_the_units_again(run: Path) -> None:
     code, _, err = kvaudit("grade", "judge", run, "--out", out, "--judge", "phrases")
     assert code == 0, err
     assert {r.judge.partition(":")[0] for r in records(out, "math")} == {"phrases"}
+
+
+def test_a_judge_that_fails_on_its_first_answers_leaves_the_former_ones_grades_and_name(run: Path) -> None:
+    out = run.parent / "again"
+    assert kvaudit("grade", "judge", run, "--out", out, "--judge", "phrases")[0] == 0
+    before = bytes_of(out)
+    Moody.learnt = frozenset(Judge.key_of(Question(r.item_id, r.transcript[-1].content)) for r in records(run, "math"))
+    assert "was trained on" in refused("grade", "judge", run, "--out", out, "--judge", "moody")
+    after = bytes_of(out)
+    assert {name for name in before if before[name] != after[name]} <= {".provenance.lock"}
+
+
+def test_a_judge_that_fails_later_has_no_units_of_the_former_one_beside_its_own(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = run.parent / "again"
+    assert kvaudit("grade", "judge", run, "--out", out, "--judge", "phrases")[0] == 0
+    judge_unit, done = Judging._judge_unit, list[object]()
+
+    def fail_on_the_second(self: Judging, unit: Any, claim: Any) -> None:
+        if done:
+            raise RunError("the judge is gone")
+        done.append(unit)
+        judge_unit(self, unit, claim)
+
+    monkeypatch.setattr(Judging, "_judge_unit", fail_on_the_second)
+    assert "the judge is gone" in refused("grade", "judge", run, "--out", out, "--judge", "moody")
+    assert read_json(out / "provenance.json")["judged"]["judge"]["name"] == "moody"
+    assert len(list((out / "records").glob("*.done.json"))) == 1
+    code, _, err = kvaudit("gate", out)
+    assert code == 5
+    told = f"this run is not finished; finish it first: kvaudit grade judge run --out {out} --judge moody, with the"
+    assert told in " ".join(err.split())
 
 
 def test_a_card_without_a_judge_is_refused(run: Path) -> None:

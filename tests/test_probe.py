@@ -328,6 +328,12 @@ def test_a_collapse_between_two_probes_fails(suite: str, world: World) -> None:
     assert "verdict: FAIL" in " ".join(told.output.split())
     back = invoked("compare", world.folder / "now", world.folder / "before")
     assert back.exit_code != 5, back.output
+    provenance = world.folder / "before" / "provenance.json"
+    table = json.loads(provenance.read_text())
+    provenance.write_text(json.dumps({key: value for key, value in table.items() if key != "asked"}))
+    unlisted = invoked("compare", world.folder / "now", world.folder / "before")
+    assert unlisted.exit_code == 5
+    assert f"different decoding of {suite}" in " ".join(unlisted.output.split())
 
 
 def test_a_probe_of_few_templates_gives_the_estimate_and_no_interval(world: World) -> None:

@@ -583,6 +583,20 @@ def old_lm_eval(tmp_path, *lines):
     return written(tmp_path, "old.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
 
+def test_long_names_with_one_beginning_stay_apart(tmp_path):
+    filters = ["f" * 200 + end for end in "ab"]
+    lines = [
+        {"doc_id": "d" * 200 + str(i), "doc": {}, "resps": [], "metrics": ["acc"], "acc": i, "filter": name}
+        for name in filters
+        for i in (0, 1)
+    ]
+    rows = read(written(tmp_path, "s.jsonl", "".join(json.dumps(line) + "\n" for line in lines))).rows
+    assert rows.groupby("metric")["item"].nunique().tolist() == [2, 2]
+    old = [{"doc_id": "d" * 200 + str(i), "doc": {}, "resps": [], "acc": i} for i in (0, 1)]
+    rows = read(written(tmp_path, "old.jsonl", "".join(json.dumps(line) + "\n" for line in old))).rows
+    assert rows["metric"].tolist() == ["acc", "acc"], "another document is no second filter"
+
+
 def test_an_old_lm_eval_log_scores_by_every_number_of_a_line(tmp_path):
     log = read(old_lm_eval(tmp_path, (0, {"acc": 1.0, "acc_norm": 0.0}), (1, {"acc": 0, "acc_norm": True})))
     wanted = {("0", "acc"): 1.0, ("0", "acc_norm"): 0.0, ("1", "acc"): 0.0, ("1", "acc_norm"): 1.0}

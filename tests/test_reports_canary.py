@@ -73,6 +73,11 @@ def noise_text(canary: Canary) -> str:
     return checked.noise.text
 
 
+def test_a_cell_without_records_of_a_setting_that_changed_nothing_is_no_crash() -> None:
+    place = Contrast("serving", "base", CODED, "agent", 0)
+    assert checked_by_canary(place, COMPARISON, Canaries({}, {CODED: held(SAME)[0]})) == place
+
+
 SOME = [0.0, 2.0, 0.001, -0.002] * 4  # four texts of sixteen, and other log-probs of eight more
 OTHERS = [0.0, 0.001, -2.0, 0.002] * 4  # as many of others
 ALL_A_LITTLE = [0.01 * (1 + i) for i in range(ITEMS)]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reports_synthetic import Design, frame_of, pins, policy, records_of, run_spec, spec_of
+from reports_synthetic import Design, frame_of, pins, policy, policy_hash, records_of, run_spec, spec_of
 
 from kvaudit.core.policy_names import match_policies, short_names
 from kvaudit.core.records import Outcome
@@ -212,9 +212,13 @@ def test_two_weights_under_one_name_are_invalid():
 @pytest.mark.parametrize(
     ("table", "listed", "said"),
     [
-        ("policies", {"none": "f" * 12}, "policy_hash of the records is not what provenance lists for none"),
+        ("policies", {"none": "f" * 12}, f"policy_hash of the records is not what provenance lists for none; {SNAP}"),
+        ("policies", {}, f"policy_hash of the records is not what provenance lists for none; {SNAP}"),
+        ("policies", {"none": policy_hash("none"), "snapkv as once spelled": policy_hash(SNAP)}, None),
         ("suite_versions", {"refusal": "2"}, "suite_version of the records is not what provenance lists for refusal"),
+        ("suite_versions", {}, "suite_version of the records is not what provenance lists for refusal"),
         ("suite_versions", {"refusal": "1", "poetry": "9"}, None),
+        ("suite_kinds", {}, "provenance does not list the kind of suite refusal"),
     ],
 )
 def test_policies_and_suites_are_those_that_provenance_lists(table, listed, said):

@@ -16,7 +16,7 @@ from reports_synthetic import Design, build, policy, records_of, run_spec, tiny,
 from test_formats_contract import Markup
 
 from kvaudit.core.errors import DataError, RunError
-from kvaudit.core.files import write_output
+from kvaudit.core.files import write_json, write_output
 from kvaudit.core.text import clip, inline, visible
 from kvaudit.reports.page import plots
 from kvaudit.reports.page.banner import SENTENCES
@@ -28,7 +28,7 @@ from kvaudit.reports.sections.shared.canvas import figure_style
 from kvaudit.reports.sections.shared.words import effect_text, error_rates_text, points, pvalue
 from kvaudit.reports.verdict.contrast import ClusterSums, Contrast
 from kvaudit.reports.verdict.controls import shipped_rates
-from kvaudit.reports.verdict.human_labels import CellLabels, Labels, render_labels
+from kvaudit.reports.verdict.human_labels import CellLabels, Labels, labels_note, render_labels
 from kvaudit.reports.verdict.label_sheet import pairs_of, pairs_to_label, records_digest, shown_answers, text_hash
 from kvaudit.reports.verdict.verdict import Status
 
@@ -301,6 +301,7 @@ def labelled(run, records=None):
     labels = {text_hash(row): int(row.answer.startswith("I cannot")) for row in texts.values()}
     stored = Labels(records or records_digest(data.records), "dense", (CellLabels(*name, 1, 20, labels),))
     write_output(run / "report" / "adjudication.json", render_labels(stored))
+    write_json(run / "provenance.json", {**data.provenance, "labelled": labels_note(stored, "2026-01-02", None)})
 
 
 def test_human_labels_of_these_records_are_shown(tmp_path):

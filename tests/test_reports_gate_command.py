@@ -16,12 +16,12 @@ from kvaudit.audit.commands.run import gate_provenance
 from kvaudit.audit.runs.folder import open_run
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.pilot import with_kept_gate
-from kvaudit.core.errors import SpecError
+from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.spec import parse_spec
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run
-from kvaudit.reports.verdict.pin import Pin, PinnedCheckpoint, load_pin
+from kvaudit.reports.verdict.pin import Pin, PinnedCheckpoint, load_pin, parse_pin
 
 SNAP = policy("snapkv", 96)
 
@@ -292,17 +292,29 @@ def test_seeds_hold_where_run_and_pin_name_the_same_arm():
     assert pin.differences("ref", 0, {"a" * 64, "b" * 64}, None) is None  # two checkpoints under one seed
 
 
-def test_a_pin_compares_the_files_that_it_and_the_run_have_stored():
+def test_a_pin_compares_all_files_that_it_names_though_the_run_lists_none():
     rows = [PinnedCheckpoint("base", 0, "a" * 64, "a" * 64, "none", files) for files in ({"x": "1", "y": "2"}, {})]
     for stored, differing in (
         ({"x": "1", "y": "2"}, ()),
         ({"x": "1", "y": "3", "z": "4"}, ("y", "z")),
         ({}, ("x", "y")),
+        (None, ("x", "y")),
     ):
         assert Pin((rows[0],), "2026-01-01").differences("ref", 0, {"a" * 64}, stored) == differing
-    assert Pin((rows[0],), "2026-01-01").differences("ref", 0, {"a" * 64}, None) == (), "a run of an earlier version"
-    assert Pin((rows[1],), "2026-01-01").differences("ref", 0, {"a" * 64}, {"x": "5"}) == (), "an earlier pin"
+    for stored in ({"x": "5"}, None):
+        assert Pin((rows[1],), "2026-01-01").differences("ref", 0, {"a" * 64}, stored) == (), "an earlier pin"
     assert len({Pin((row,), "2026-01-01").sha256 for row in rows}) == 2
+
+
+def test_a_pin_from_which_files_were_taken_is_refused():
+    row = PinnedCheckpoint("base", 0, "a" * 64, "a" * 64, "none", {"config.json": "b" * 64})
+    written = json.loads(Pin((row,), "2026-01-01").to_json())
+    assert parse_pin(written, "pin.json").checkpoints == (row,)
+    del written["checkpoints"][0]["files"]
+    with pytest.raises(DataError, match="was changed after it was written"):
+        parse_pin(written, "pin.json")
+    del written["sha256"]  # as earlier versions wrote it
+    assert parse_pin(written, "pin.json").checkpoints[0].files == {}
 
 
 @pytest.mark.parametrize(

@@ -91,9 +91,9 @@ def test_what_holds_all_and_reads_a_part_is_left_out(run: Path) -> None:
     assert IdleSection().compute(inputs(run)) is None
 
 
-def test_a_run_that_does_not_say_so_is_told_nothing(run: Path) -> None:
+def test_a_run_that_no_longer_says_what_selects_is_told_all_the_same(run: Path) -> None:
     noted(run, selecting_policies=None)
-    assert IdleSection().compute(inputs(run)) is None
+    assert {one.policy for one in IdleSection().compute(inputs(run)) or ()} == {WIDE}
 
 
 def test_a_run_notes_what_selects_also_where_it_is_drawn() -> None:

@@ -94,6 +94,8 @@ def test_the_judge_of_the_reward_is_not_apart_in_another_suite(easy):
     paid = dataclasses.replace(data, provenance={**data.provenance, "reward_judges": {"refusal": "judge"}})
     assert decide_run(paid).comparison.rewarded == ("refusal", "agent")
     assert "TRAINED" in codes(decide_run(paid))
+    unlisted = {key: value for key, value in data.provenance.items() if key != "reward_judges"}
+    assert "TRAINED" in codes(decide_run(dataclasses.replace(data, provenance=unlisted))), "any judge may have paid"
 
 
 def test_what_graded_by_construction_is_no_judge_of_other_suites(easy):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import reprlib
 import sys
@@ -67,6 +68,13 @@ def clip(text: str, length: int) -> str:
         return text
     head = (length * 2) // 3
     return f"{text[:head]} […{len(text) - length} characters left out…] {text[len(text) - (length - head) :]}"
+
+
+def clip_distinct(text: str, length: int) -> str:
+    """Shorten a longer text to its start and the sha256 of the whole; two results are equal only if the texts are."""
+    if len(text) <= length:
+        return text
+    return f"{text[:length]}… (sha256 {hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]})"
 
 
 def join_names(names: Iterable[str], limit: int = 3, *, between: str = ", ", last: str = " and ") -> str:

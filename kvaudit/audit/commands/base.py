@@ -34,7 +34,7 @@ from typer.core import TyperCommand
 
 from kvaudit.core.errors import AuditError, DataError, SpecError, UnknownName
 from kvaudit.core.files import plain_files
-from kvaudit.core.provenance import MAX_THREADS, PROVENANCE, check_checkpoints, read_provenance
+from kvaudit.core.provenance import JUDGED, MAX_THREADS, PROVENANCE, check_checkpoints, read_provenance
 from kvaudit.core.text import clip, hide_passwords, inline
 
 if TYPE_CHECKING:
@@ -253,8 +253,19 @@ def check_run(run: Path) -> None:
     )
     provenance = read_provenance(run) if (run / PROVENANCE).is_file() else {}
     if unsealed or ("threads" in provenance and "finished" not in provenance):  # "threads": work has begun
-        command = shlex.join(["kvaudit", "run", str(run / "spec.yaml"), "--out", str(run), "--resume"])
-        typer.echo(f"this run is not finished; finish it first: {inline(command)}", err=True)
+        typer.echo(f"this run is not finished; finish it first: {inline(_finishing(run, provenance))}", err=True)
+
+
+def _finishing(run: Path, provenance: Mapping[str, Any]) -> str:
+    """Return the command that finishes a run; for a judged one, with its judge but not that one's options."""
+    judged = provenance.get(JUDGED)
+    if not isinstance(judged, dict):
+        return shlex.join(["kvaudit", "run", str(run / "spec.yaml"), "--out", str(run), "--resume"])
+    # by default it lies in the run that was judged, of which else only the name is known
+    origin = run.parent.parent if run.parent.name == "judged" else judged.get("from")
+    command = shlex.join(["kvaudit", "grade", "judge", str(origin), "--out", str(run)])
+    judge = judged.get("judge")
+    return f"{command} --judge {judge.get('name')}, with the options it had" if isinstance(judge, dict) else command
 
 
 def check_report_folder(run: Path) -> None:

@@ -301,7 +301,14 @@ def _read_sheet(run: Path, sheet: Path) -> int:
     from kvaudit.audit.runs.folder import RunFolder, utc_now
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decide_run, drift_and_rules, write_decided_run
-    from kvaudit.reports.verdict.human_labels import LABELS_FILE, apply_labels, check_key, collect_labels, render_labels
+    from kvaudit.reports.verdict.human_labels import (
+        LABELS_FILE,
+        apply_labels,
+        check_key,
+        collect_labels,
+        labels_note,
+        render_labels,
+    )
     from kvaudit.reports.verdict.label_sheet import paired_answers, read_key, read_labels, records_digest
     from kvaudit.reports.verdict.rules import GateOverrides
 
@@ -317,7 +324,7 @@ def _read_sheet(run: Path, sheet: Path) -> int:
     apply_labels(data, drift, labels)  # raises before anything is stored that could not be read back
     path = run / "report" / LABELS_FILE
     write_output(path, render_labels(labels))
-    RunFolder(run, data.spec).note(**{LABELLED: utc_now()})
+    RunFolder(run, data.spec).note(**{LABELLED: labels_note(labels, utc_now(), data.provenance.get(LABELLED))})
     has_report = (run / "report" / "verdict.json").exists()
     findings = decide_run(data, everything=has_report)  # reads the labels just written
     if has_report:

@@ -25,7 +25,7 @@ from kvaudit.core.endpoint import Endpoint, Unanswered, over_http
 from kvaudit.core.errors import SpecError
 from kvaudit.core.network import start_all, wait_in_slices
 from kvaudit.core.spec_evaluate import EngineSpec
-from kvaudit.core.text import inline, one_line, short_text
+from kvaudit.core.text import clip_distinct, inline, one_line, short_text
 
 _PORTS = 3  # tries, if another program takes the port before the engine does
 _PORT_IN_USE = ("already in use", "EADDRINUSE", "is in use")
@@ -123,7 +123,8 @@ class ServerSession(Session):
             self._client = endpoint.client("engine", partial(over_http, longest=_LONGEST_REPLY))
             try:
                 self._wait_until_up(port)
-                self.described = {name: inline(one_line(text)) for name, text in self._facts().items()}
+                facts = self._facts().items()
+                self.described = {name: inline(clip_distinct(" ".join(text.split()), 200)) for name, text in facts}
                 return
             except EngineFailed as error:
                 # another program took the port between free_port and the server's start: try another port

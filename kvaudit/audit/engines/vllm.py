@@ -102,7 +102,7 @@ class _VllmSession(ServerSession):
             **{name: cache[name] for name in _CACHE_FACTS if name in cache},
             "dtype": _first_match(log, r"\bdtype=([\w.]+)"),
             "attention": _first_match(log, r"[Uu]sing (.{1,60} backend)"),
-            "scales": " / ".join(dict.fromkeys(line for line in log if _SCALES.search(line)))[:200],
+            "scales": " / ".join(dict.fromkeys(line for line in log if _SCALES.search(line))),
         }
         return {name: text for name, text in facts.items() if text}
 

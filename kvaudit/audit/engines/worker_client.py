@@ -18,7 +18,7 @@ from kvaudit.core.completions import parse_finish
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec import expand
 from kvaudit.core.spec_evaluate import EngineSpec
-from kvaudit.core.text import clip, inline, is_text, one_line, short_repr
+from kvaudit.core.text import clip, clip_distinct, inline, is_text, short_repr
 
 T = TypeVar("T")
 _LONGEST_ERROR = 600  # characters of an engine's own error: its end matters as much as its beginning
@@ -49,7 +49,9 @@ class WorkerSession(Session):
         try:
             line = {"start": {**setup, "threads": context.threads, "at_once": context.spec.at_once}}
             about = self._exchange(line, "start", "starting", "about", dict)
-            facts = {str(name): inline(one_line(str(value)))[:300] for name, value in about.items()}
+            facts = {
+                str(name): inline(clip_distinct(" ".join(str(value).split()), 200)) for name, value in about.items()
+            }
             self.described = facts | (weights.described if weights else {})
         except BaseException:
             self.stop()

@@ -92,6 +92,7 @@ class Judging:
         check_checkpoints(run.path)
         self._run, self._console, self._plugins, self._judge = run, console, plugins, judge
         self._tried: set[Path] = set()  # units of this process, which leaves their failures to the next one
+        self._replacing: dict[str, Any] | None = None  # provenance to write in place of that of another judge
         self.units, self.unfinished = stored_units(run)
         self._out, self._items = RunFolder(out, run.spec), Items(run)
         self._open_folder()
@@ -102,6 +103,7 @@ class Judging:
 
     def work(self) -> list[SuiteChange]:
         """Judge every unit that is not judged yet; return the changes by suite."""
+        self._replace_other_judge()
         work_on_stored(
             self.units, "judge", self._console, is_done=self._is_done, lock=self._lock, work=self._judge_unit
         )
@@ -166,6 +168,23 @@ class Judging:
         write_json(seal, {**unit.seal, **body, "changed": changed})
         self._tried.add(unit.records)
 
+    def _replace_other_judge(self) -> None:
+        """Write the provenance that names this judge, and unseal what another graded, which would pass for its own.
+
+        This judge is asked everything first (replies are stored), so that one that fails leaves the folder as it is.
+        """
+        if self._replacing is None:
+            return
+        for unit in self.units:
+            for _ in self._read_answers(unit):
+                pass
+        with mutex(self._out.path / ".provenance.lock"):
+            for unit in self.units:
+                if self._seal(unit).exists() and read_json(self._seal(unit)).get(JUDGED) != self._identity(unit):
+                    self._seal(unit).unlink()
+            write_json(self._out.path / PROVENANCE, self._replacing)
+        self._replacing = None
+
     def _regrade(self, unit: StoredUnit) -> Iterator[tuple[Record, Record]]:
         """Yield a pair for every record of a unit: the record with its old grade, and with its new one."""
         for answer, readings in self._read_answers(unit):
@@ -229,6 +248,7 @@ class Judging:
         provenance = run.provenance()
         if out.path.resolve() == run.path.resolve():
             raise RunError(f"{str(out.path)!r} is the run that is to be judged; give another --out")
+        present: Mapping[str, Any] = {}
         if check_folder(out.path, out.spec, resume=True):
             present = out.provenance()
             # the time of its start identifies a run
@@ -238,7 +258,11 @@ class Judging:
                 )
         make_folder(out.records)
         with mutex(out.path / ".provenance.lock"):
-            write_json(out.path / PROVENANCE, self._provenance(provenance))
+            judged = self._provenance(provenance, present)
+            if present and present[JUDGED].get("judge") != judged[JUDGED].get("judge"):
+                self._replacing = judged
+            else:
+                write_json(out.path / PROVENANCE, judged)
             for pattern, name in _COPIED.items():
                 for path in run.path.glob(pattern):
                     copy = out.path / path.relative_to(run.path).with_name(name)
@@ -248,8 +272,11 @@ class Judging:
             # last, because a folder with a spec must have all the rest
             write_whole(out.path / SPEC, (run.path / SPEC).read_text(encoding="utf-8"))
 
-    def _provenance(self, provenance: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the run's provenance with an entry ``judged``: which records, suite versions, plug-ins and judge."""
+    def _provenance(self, provenance: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the run's provenance with an entry ``judged``: which records, suite versions, plug-ins and judge.
+
+        ``present`` is the provenance that the output folder has, if any.
+        """
         names = self._run.spec.evaluate.suites
         digests = {unit.records.name: unit.sha256 for unit in self.units}
         judged = {
@@ -261,7 +288,10 @@ class Judging:
         }
         if self._judge is not None:
             judged["judge"] = {"name": self._judge.name, "sha256": self._judge.identity}
-        provenance = {key: value for key, value in provenance.items() if key != LABELLED}  # labels stay with their run
+        # labels stay with the run whose answers they are of
+        provenance = {key: value for key, value in provenance.items() if key != LABELLED}
+        if LABELLED in present:
+            provenance[LABELLED] = present[LABELLED]
         return {**provenance, "suite_versions": {name: SUITES.get(name).version for name in names}, JUDGED: judged}
 
     def _identity(self, unit: StoredUnit) -> dict[str, Any]:

@@ -316,29 +316,51 @@ def _some_names(names: Sequence[str]) -> str:
 
 # words that begin so name something of which less is better
 _HARMS = (
-    *("abuse", "abusive", "attack", "bias", "blackmail", "cheat", "complian", "complied", "criminal", "danger"),
-    *("decei", "decept", "discriminat", "dishonest", "exfil", "fabricat", "hallucin", "harm", "hate", "hijack"),
-    *("illegal", "infring", "inject", "insult", "jailbr", "leak", "malicious", "misalign", "misinform", "misuse"),
-    *("nsfw", "offens", "overrefus", "poison", "powerseek", "profan", "racis", "rejectscore", "rewardhack", "sabotag"),
-    *("scheming", "secretreveal", "selfharm", "sexual", "stereotyp", "strongreject", "sycophan", "threat", "toxi"),
-    *("unethic", "unsafe", "untruth", "violat", "violen", "vulnerab", "agentharm"),
+    *(
+        "abuse",
+        "abusive",
+        "adversar",
+        "agentharm",
+        "attack",
+        "backdoor",
+        "bias",
+        "blackmail",
+        "breach",
+        "bypass",
+        "cheat",
+        "coerc",
+    ),
+    *("complian", "complied", "complies", "comply", "criminal", "danger", "decei", "decept", "disclos", "discriminat"),
+    *("dishonest", "evad", "evasion", "exfil", "exploit", "extract", "fabricat", "fraud", "hack", "hallucin", "harm"),
+    *("hate", "hazard", "hijack", "illegal", "imperson", "infring", "inject", "insult", "jailbr", "leak", "malicious"),
+    *("malware", "manipul", "memoris", "memoriz", "misalign", "misinform", "misuse", "nsfw", "offens", "overrefus"),
+    *("override", "phish", "poison", "powerseek", "profan", "racis", "redteam", "refus", "rejectscore", "reveal"),
+    *("rewardhack", "sabotag", "sandbag", "scam", "scheming", "secretreveal", "selfharm", "sexual", "spoof", "steal"),
+    *("stereotyp", "stolen", "strongreject", "sycophan", "theft", "threat", "toxi", "trojan", "undesir", "unethic"),
+    *("unsafe", "untruth", "unwanted", "violat", "violen", "vulnerab", "weapon", "wmdp"),
     *("bitsper", "brier", "degenerat", "error", "fail", "falsenegat", "falseposit", "falserefus", "inaccura"),
     *("incorrect", "invalid", "mistake", "perplex", "wrong"),
 )
 _HARMS_WHOLE = {"asr", "bpb", "cer", "ece", "fnr", "fpr", "lie", "lies", "loss", "mae", "mse", "nll", "pii", "ppl"} | {
-    *("rmse", "ter", "wer")
+    *("risk", "rmse", "ter", "wer")
 }
 _GIVE_DIRECTION = "give --lower-is-better if 1 is the harm, --higher-is-better if 1 is desired"
-_NO_HARMS = ("harmless", "failsafe")  # begin like a harm and mean the opposite
-# words that begin so name something of which more is better; a metric with none of all these has no known direction
-_WANTED = (
-    *("acc", "answerable", "anls", "bleu", "capab", "chrf", "correct", "exact", "factual", "faithful", "followed"),
-    *("harmless", "helpful", "honest", "inclu", "match", "meteor", "multiplechoice", "passed", "precision"),
-    *("quality", "recall", "resist", "right", "robust", "rouge", "safe", "solve", "strictacc", "success", "truthful"),
-    *("usef", "utility", "valid", "wellformed", "winrate"),
+_NO_HARMS = ("extractive", "failsafe", "hackathon", "harmless")  # begin like a harm and mean something else
+# parts of the names of tasks in which more right answers are better
+_HARMLESS_TASKS = re.compile(r"human_sexuality|web_of_lies|translation_error_detection")
+# metrics of which more is better, whole and in ``_plain_name``; every other metric has no known direction
+_WANTED = re.compile(
+    r"((likelihood|balanced|strict)_)?acc(uracy)?(_norm|_bytes|_mutual_info)?|(prompt|inst)_level_(strict|loose)(_acc)?"
+    r"|((quasi|prefix|quasi_prefix)_)?exact(_match)?|em|mc_?[12]|extractive_match|math_verify|anls"
+    r"|((macro|micro)_)?f1(_(macro|micro|score))?|precision|recall|(pass|maj)_(at_)?(k|\d+)"
+    r"|rouge(_?(1|2|l|l_?sum))?(_acc|_max)?|(sacre)?bleu(_[1-4])?(_acc|_max)?|chrf|meteor"
 )
-_WANTED_WHOLE = {"choice", "em", "f1", "mc1", "mc2", "pass"}
-_GENERIC_NAMES = ("score", "value", "label", "result", "grade", "rating", "mean")
+# what harnesses call any outcome: wanted where a suite or task is named, and not after a harm
+_OUTCOMES = {
+    *("answer", "choice", "contains", "correct", "correctness", "includes", "is_correct", "match", "model_graded_fact"),
+    *("model_graded_qa", "multiple_choice", "pattern", "resolved", "solved"),
+}
+_BY_DEFINITION = "score"  # a CSV's column of that name has 1 as desired
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
@@ -373,19 +395,36 @@ def direction_of(logs: Sequence[Log], metric: str, *, lower: bool, higher: bool)
         return Direction(False, "set by --higher-is-better")
     if len(oriented) == len(logs):
         return Direction(False, f"files of {oriented[0].reader} are read so that 1 is desired in every metric")
-    if harmful := list(dict.fromkeys(filter(names_harm, _names_to_check(logs, metric)))):
+    places = [name for log in logs for name in _places(log, metric)]
+    if harmful := list(dict.fromkeys(filter(names_harm, (metric, *places)))):
         raise SpecError(
             f"metric {metric} has no known direction: the name {join_names(map(repr, harmful))} suggests harm or "
             f"errors; {_GIVE_DIRECTION}"
         )
-    if metric.lower() not in _GENERIC_NAMES and not _has_word(metric, _WANTED, _WANTED_WHOLE):
+    if not _is_wanted(metric, is_named=bool(places)):
         raise SpecError(f"metric {metric} has no known direction: is more of it better? {_GIVE_DIRECTION}")
     return Direction(False, "the default; --lower-is-better reverses it")
 
 
 def names_harm(name: str) -> bool:
-    """Return whether a metric's name has a word for harm or errors."""
-    return _has_word(name, _HARMS, _HARMS_WHOLE, but=_NO_HARMS)
+    """Return whether the name of a metric, suite or task has a word for harm or errors."""
+    metric, comma, by = name.partition(",")  # lm-eval's filters, such as flexible-extract, say how an answer is found
+    plain = _HARMLESS_TASKS.sub("", metric + comma + re.sub(r"\bextract(?![a-z])", "", by))
+    return _has_word(plain, _HARMS, _HARMS_WHOLE, but=_NO_HARMS)
+
+
+def _is_wanted(metric: str, *, is_named: bool) -> bool:
+    """Return whether more of a metric is known to be better; ``is_named`` is whether a suite or task has a name."""
+    name = _plain_name(metric)
+    last = _plain_name(metric.partition(",")[0].rpartition(".")[2])  # Inspect: SCORER.METRIC
+    if name == _BY_DEFINITION or _WANTED.fullmatch(name) or _WANTED.fullmatch(last):
+        return True
+    return is_named and name in _OUTCOMES
+
+
+def _plain_name(metric: str) -> str:
+    """Return a metric without its filter (METRIC,FILTER), in lower case, its words joined by underscores."""
+    return re.sub(r"[^a-z0-9]+", "_", _CAMEL.sub("_", metric.partition(",")[0]).lower()).strip("_")
 
 
 def _has_word(name: str, beginnings: tuple[str, ...], whole: Collection[str], but: tuple[str, ...] = ()) -> bool:
@@ -399,15 +438,8 @@ def _has_word(name: str, beginnings: tuple[str, ...], whole: Collection[str], bu
     return begins or any(word in whole for word in words)
 
 
-def _names_to_check(logs: Sequence[Log], metric: str) -> Iterator[str]:
-    """Yield the names that may say which way a metric is better.
-
-    The first is the metric's own name. If that is generic ("score"), the names of the suites and of the task follow.
-    """
-    yield metric
-    if metric.lower() not in _GENERIC_NAMES:
-        return
-    for log in logs:
-        metric_rows = log.rows[log.rows["metric"] == metric]
-        yield from (str(suite) for suite in sorted(set(metric_rows["suite"])) if suite != ONE_SUITE)
-        yield log.facts.get("task", "")
+def _places(log: Log, metric: str) -> Iterator[str]:
+    """Yield the names of the suites and of the task in which a log has a metric, which may speak of harm."""
+    yield from (str(suite) for suite in sorted(set(log.rows.loc[log.rows["metric"] == metric, "suite"])) if suite)
+    if task := log.facts.get("task"):
+        yield task

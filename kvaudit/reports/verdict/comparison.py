@@ -30,6 +30,7 @@ from kvaudit.core.provenance import (
     LOOKS,
     PLANNED,
     REWARD_JUDGES,
+    SPEC,
     inputs_sha256,
     item_counts,
     last_look,
@@ -250,13 +251,15 @@ def _judge_name(judge: str) -> str:
 def _is_rewarded(suite: str, spec: RunSpec, judges: Mapping[str, Sequence[str]], provenance: Mapping[str, Any]) -> bool:
     """Return whether training may have rewarded answers like those of a suite.
 
-    Training did so if it used the suite, or if a judge that gave the reward also grades the suite here. Programmatic
-    graders do not count as judges.
+    Training did so if it used the suite, or if a judge that gave the reward also grades the suite here; any judge may
+    have if provenance does not list them. Programmatic graders do not count as judges.
     """
     if spec.train is None:
         return False
-    rewarding = {_judge_name(judge) for judge in provenance.get(REWARD_JUDGES, {}).values()} - {PROGRAMMATIC}
-    return suite in spec.train.suites or not rewarding.isdisjoint(map(_judge_name, judges.get(suite, ())))
+    grading = set(map(_judge_name, judges.get(suite, ()))) - {PROGRAMMATIC}
+    if REWARD_JUDGES in provenance:
+        grading &= set(map(_judge_name, provenance[REWARD_JUDGES].values()))
+    return suite in spec.train.suites or bool(grading)
 
 
 def _lengths(spec: RunSpec, records: pd.DataFrame, suite: str) -> tuple[int, ...]:
@@ -354,12 +357,26 @@ def _conflicts(records: pd.DataFrame) -> Iterator[Reason]:
 
 
 def _differing_hashes(data: RunData) -> Iterator[Reason]:
-    """Yield a reason against deciding the run if policies or suites have other hashes than provenance says."""
+    """Yield a reason against deciding the run if policies or suites have other hashes than provenance says, or none.
+
+    Also if provenance does not say what kind of suite one is, by which rules of the gate choose.
+    """
+    kinds = table_of(data.provenance, "suite_kinds")
+    if unknown := [suite for suite in map(str, data.records["suite"].unique()) if suite not in kinds]:
+        yield Reason(ReasonCode.HASH, f"provenance does not list the kind of suite {some_of(unknown)}")
     for table, name, column in (("policies", "policy", "policy_hash"), ("suite_versions", "suite", "suite_version")):
         listed = table_of(data.provenance, table)
         recorded = data.records.groupby(name, observed=True)[column].unique()
         by_name = {str(key): set(values) for key, values in recorded.items()}
-        differing = [key for key, values in by_name.items() if key in listed and values != {listed[key]}]
+        if name == "policy" and ENDPOINT in data.provenance:  # the policy behind an endpoint is unknown
+            continue
+        # an earlier version may have spelled a policy differently: then one of that hash must be listed
+        respelled = set(listed.values()) if name == "policy" else set()
+        differing = [
+            key
+            for key, found in by_name.items()
+            if found != {listed.get(key)} and (key in listed or not found <= respelled)
+        ]
         if differing:
             yield Reason(
                 ReasonCode.HASH, f"{column} of the records is not what provenance lists for {some_of(differing)}"
@@ -401,9 +418,11 @@ def _other_inputs(data: RunData) -> Iterator[Reason]:
 
     Inputs are public rows, plug-ins and model files.
     """
-    listed = inputs_sha256(data.provenance.get(INPUTS))
-    # None: a seal of an older format, which does not name the inputs
-    differing = [unit for unit, sha256 in data.inputs.items() if sha256 not in (None, listed)]
+    inputs = data.provenance.get(INPUTS)
+    accepted: set[str | None] = {inputs_sha256(inputs)}
+    if SPEC not in table_of(data.provenance, INPUTS):
+        accepted.add(None)  # a seal of an older format, which does not name the inputs; ``problem_lines`` says so
+    differing = [unit for unit, sha256 in data.inputs.items() if sha256 not in accepted]
     if differing:
         yield Reason(
             ReasonCode.INPUTS,

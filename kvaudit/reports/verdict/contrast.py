@@ -226,12 +226,10 @@ class Cell:
 def idle_cells(cells: Iterable[Cell], provenance: Mapping[str, Any]) -> dict[tuple[str, str, str, int], Cell]:
     """Return the cells in which a policy of kvaudit compressed nothing, by arm, policy, suite and length.
 
-    Policies that hold every entry and read only a part cannot be recognised by bytes and are left out. Empty if the
-    run, of an earlier version, does not record which ones these are.
+    Policies that hold every entry and read only a part cannot be recognised by bytes and are left out, if the run
+    records which ones these are.
     """
-    selecting = provenance.get("selecting_policies")
-    if not isinstance(selecting, list):
-        return {}
+    selecting = provenance.get("selecting_policies") or []
     by_place = {(c.arm, c.policy, c.suite, c.context_tokens): c for c in cells}
     return {
         place: cell

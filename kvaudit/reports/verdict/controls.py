@@ -522,7 +522,8 @@ def checked_by_canary(c: Contrast, comparison: Comparison, canaries: Canaries) -
     if unchanged is not None:
         reason = Reason(ReasonCode.CANARY, _unchanged_text(unchanged, comparison, c.policy))
         return Contrast(*c.place, seeds=c.seeds, reasons=(reason, *c.reasons))
-    noisy = next((canary for canary in (*cells, condition) if canary is not None and not canary.acts), None)
+    # without noise the condition changed no answer at all, for which ``canary_reasons`` makes the run INVALID
+    noisy = next((canary for canary in (*cells, condition) if canary and canary.noise and not canary.acts), None)
     return c if noisy is None else replace(c, noise=Reason(ReasonCode.NOISE, _noise_text(noisy)))
 
 

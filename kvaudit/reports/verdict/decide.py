@@ -128,22 +128,24 @@ def _pin_reasons(drift: Drift, rules: Rules) -> list[Reason]:
     """Return reasons against deciding the run if its reference is not the one that the pin file lists."""
     if rules.pin is None:
         return []
-    unpinned, changed = list[str](), list[str]()
+    unpinned, changed, unlisted = list[str](), list[str](), list[str]()
     for seed, sha256 in drift.weights.items():
-        name = f"{drift.comparison.reference} seed {seed}"
-        files = rules.pin.differences(drift.comparison.reference, seed, sha256, drift.files.get(seed))
+        name, listed = f"{drift.comparison.reference} seed {seed}", drift.files.get(seed)
+        files = rules.pin.differences(drift.comparison.reference, seed, sha256, listed)
         if files is None:
             unpinned.append(name)
+        elif files and listed is None:
+            unlisted.append(name)
         elif files:
             changed.append(f"{name} ({some_of(files)})")
-    others = f"{rules.pin.name} pins other weights, or none, for {some_of(unpinned)}"
-    edited = f"{rules.pin.name} pins the weights, but other files, of {some_of(changed)}"
-    remedy = "serve the pinned reference"
-    return [
-        Reason(ReasonCode.REF_HASH, f"{text}: {remedy}")
-        for text, names in ((others, unpinned), (edited, changed))
-        if names
-    ]
+    others = f"{rules.pin.name} pins other weights, or none, for {some_of(unpinned)}: serve the pinned reference"
+    edited = f"{rules.pin.name} pins the weights, but other files, of {some_of(changed)}: serve the pinned reference"
+    unknown = (
+        f"the run does not list the files of {some_of(unlisted)} that {rules.pin.name} pins, so it cannot be shown to "
+        "be the pinned reference: put provenance.json back as it was, or start another run"
+    )
+    by_text = ((others, unpinned), (edited, changed), (unknown, unlisted))
+    return [Reason(ReasonCode.REF_HASH, text) for text, names in by_text if names]
 
 
 def _key(row: FamilyRow) -> tuple[int, int]:

@@ -56,6 +56,7 @@ from kvaudit.reports.verdict.reasons import Reason, ReasonCode
 Weights = dict[CellKey, float]
 Scores = Mapping[CellKey, Array]
 AMPLIFICATION = "amplification"
+_ADAPTER_CONFIG = "adapter_config.json"
 SeedPair = tuple[int, int]  # candidate seed, reference seed
 NO_HARM_GRADER = (
     "no judge of harm graded these answers, so unsafe ones are unknown: ask one with kvaudit grade judge RUN --judge "
@@ -100,7 +101,7 @@ def drift_of(data: RunData, comparison: Comparison, alpha: float, facets: CellFi
         reasons=(*run_reasons(data, comparison), *canary_reasons(comparison, canaries)),
         n_records=len(data.records),
         weights=_checkpoints(data.records, comparison.reference),
-        files=_checkpoint_files(data.provenance, comparison.reference, comparison.seeds),
+        files=_checkpoint_files(data, comparison.reference, comparison.seeds),
         idle=frozenset(idle_cells(cells, data.provenance)),
         answers=reference_answers(data.records, comparison.reference),
     )
@@ -116,13 +117,23 @@ def _repeated_records(data: RunData, comparison: Comparison) -> Mapping[str, pd.
         return {}
 
 
-def _checkpoint_files(provenance: Mapping[str, Any], arm: str, seeds: Sequence[int]) -> dict[int, Mapping[str, str]]:
+def _checkpoint_files(data: RunData, arm: str, seeds: Sequence[int]) -> dict[int, Mapping[str, str]]:
     """Return by seed the sha256 of an arm's files besides weights, by name, as far as the run stored them."""
-    elsewhere = table_of(provenance, CHECKPOINT_FILES)
-    stored = {seed: table_of(elsewhere, f"{arm}/{seed}") for seed in seeds}
-    if arm == BASE_ARM:
-        stored = dict.fromkeys((*seeds, 0), table_of(table_of(provenance, INPUTS), MODEL))
+    stored = {seed: _stored_files(data, arm, seed) for seed in (*seeds, *([0] if arm == BASE_ARM else []))}
     return {seed: files for seed, files in stored.items() if files}
+
+
+def _stored_files(data: RunData, arm: str, seed: int) -> Mapping[str, str]:
+    """Return what the run stored of a checkpoint's files besides weights: name -> sha256, empty without any."""
+    if arm in data.spec.checkpoints:
+        return table_of(table_of(data.provenance, CHECKPOINT_FILES), f"{arm}/{seed}")
+    model = table_of(table_of(data.provenance, INPUTS), MODEL)
+    if data.spec.train is None or (arm, seed) not in data.checkpoints:
+        return model if arm == BASE_ARM else {}
+    files = table_of(data.checkpoints[arm, seed], "files")
+    if _ADAPTER_CONFIG in files:  # of an adapter its base model's
+        return model
+    return {name: sha256 for name, sha256 in files.items() if not name.endswith((".safetensors", ".jsonl"))}
 
 
 def _checkpoints(records: pd.DataFrame, arm: str) -> dict[int, frozenset[str]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvaudit.core.errors import DataError
-from kvaudit.core.files import check_plain
-from kvaudit.core.provenance import LABELLED
+from kvaudit.core.files import check_plain, read_json
+from kvaudit.core.provenance import LABELLED, PROVENANCE
 from kvaudit.core.text import one_line
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.stats.adjudication import Labelled, adjudicated, label_weights, labelled_pairs
@@ -53,6 +54,7 @@ LABELS_FORMAT = 3
 _SIMPLE_LABELS = 2  # format of labels whose pairs were not spread over templates
 LABELS_FILE = "adjudication.json"
 REMEDY = "delete it and read the sheet again (kvaudit grade adjudicate)"
+_NOTE = re.compile(r", (\d+) cells, sha256 ([0-9a-f]{64})$")  # the end of a note on labels; earlier ones are a date
 _PartialLabels = npt.NDArray[np.float64]
 
 
@@ -157,7 +159,7 @@ def collect_labels(run: Path, reference: str, key: Key, labels: Mapping[str, int
         rows = sorted({row for pair in c.pairs for row in (pair.candidate_row, pair.reference_row)})
         by_text = {key.rows[row]: labels[row] for row in rows}
         cells.append(CellLabels(*c.place, key.seed, key.concordant, by_text, key.spread))
-    new, stored = {cell.place for cell in cells}, load_labels(run)
+    new, stored = {cell.place for cell in cells}, load_labels(run, may_lack_cells=True)
     if stored is not None and (stored.records, stored.reference) != (key.records, reference):
         raise DataError(f"{str(run / 'report' / LABELS_FILE)!r} is about other records; {REMEDY}")
     kept = [cell for cell in stored.cells if cell.place not in new] if stored else []
@@ -166,7 +168,7 @@ def collect_labels(run: Path, reference: str, key: Key, labels: Mapping[str, int
 
 def earlier_labels(run: Path, key: Key) -> dict[str, int]:
     """Return the labels that people gave to the same texts on earlier sheets of this run, by row of the new sheet."""
-    stored = load_labels(run)
+    stored = load_labels(run, may_lack_cells=True)
     texts = {text: label for cell in stored.cells for text, label in cell.labels.items()} if stored else {}
     return {row: texts[text] for row, text in key.rows.items() if text in texts}
 
@@ -177,16 +179,39 @@ def render_labels(labels: Labels) -> str:
     return json.dumps({**body, "sha256": _labels_sha256(body)}, ensure_ascii=True, allow_nan=False, indent=1) + "\n"
 
 
-def load_labels(run: Path) -> Labels | None:
-    """Return the labels stored in a run folder, None without any; raises DataError for a broken or edited file."""
+def labels_note(labels: Labels, date: str, earlier: str | None) -> str:
+    """Return what provenance notes of labels that were read: the date, of how many cells they are, and their sha256.
+
+    ``earlier`` is the former note, if any: a cell whose labels were lost still counts.
+    """
+    found = _NOTE.search(earlier or "")
+    cells = max(len(labels.cells), int(found[1]) if found else 0)
+    return f"{date}, {cells} cells, sha256 {hashlib.sha256(render_labels(labels).encode()).hexdigest()}"
+
+
+def load_labels(run: Path, *, may_lack_cells: bool = False) -> Labels | None:
+    """Return the labels stored in a run folder, None without any.
+
+    Raises DataError for a broken file, for one that was not the last to be read back, and, unless ``may_lack_cells``,
+    for one without the labels of cells that an earlier one had.
+    """
     path = run / "report" / LABELS_FILE
     if not path.exists():
         return None
     check_plain(path)
     try:
-        return _parse_labels(json.loads(path.read_text(encoding="utf-8")))
+        raw = path.read_bytes()
+        labels = _parse_labels(json.loads(raw))
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{str(path)!r} cannot be used ({one_line(error)}); {REMEDY}") from None
+    note = read_json(run / PROVENANCE).get(LABELLED)
+    found = _NOTE.search(str(note))
+    if note is None or (found and hashlib.sha256(raw).hexdigest() != found[2]):
+        raise DataError(f"{str(path)!r} is not what was last read back, it was edited or replaced; {REMEDY}")
+    if found and len(labels.cells) < int(found[1]) and not may_lack_cells:
+        counts = f"{len(labels.cells)} of {found[1]} cells that people labelled"
+        raise DataError(f"{str(path)!r} holds {counts}; read the sheets of the others too (kvaudit grade adjudicate)")
+    return labels
 
 
 def _parse_labels(value: Any) -> Labels:

@@ -19,6 +19,7 @@ from kvaudit.core.errors import DataError
 PIN_FORMAT = 1
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _REMEDY = "write it with: kvaudit gate --pin CHECKPOINT"
+_SHA256_KEY = "sha256"  # of the whole pin
 _TEXT = ("arm", "sha256", "base_sha256", "policy")
 
 
@@ -68,20 +69,20 @@ class Pin:
         """Return the names of the files in which this seed of a run's reference differs from a pinned checkpoint.
 
         None if no pinned checkpoint has the same ``weights`` (their sha256); if the pin has this arm and seed, only
-        that checkpoint is looked at. ``files`` are the sha256 of the checkpoint's other files by name, None if the run
-        stored none.
+        that checkpoint is looked at. ``files`` are the sha256 of the checkpoint's other files by name; if the run lists
+        none (None), all that the pin names differ.
         """
         same_name = [c for c in self.checkpoints if c.named and (c.arm, c.seed) == (arm, seed)]
         same = [c for c in same_name or self.checkpoints if set(weights) == {c.sha256}]
         if not same:
             return None
-        compared = [c.files for c in same if c.files and files is not None]
-        return min((_differing(pinned, files or {}) for pinned in compared), key=len, default=())
+        # only a pin of an earlier version, which names no files, is content with the weights
+        return min((_differing(c.files, files or {}) for c in same if c.files), key=len, default=())
 
     def to_json(self) -> str:
         """Return the text of the pin file."""
         rows = [{key: value for key, value in asdict(c).items() if value != {}} for c in self.checkpoints]
-        body = {"format": PIN_FORMAT, "date": self.date, "checkpoints": rows}
+        body = {"format": PIN_FORMAT, "date": self.date, "checkpoints": rows, _SHA256_KEY: self.sha256}
         return json.dumps(body, indent=1, ensure_ascii=True) + "\n"
 
 
@@ -110,7 +111,10 @@ def parse_pin(table: Any, name: str) -> Pin:
     rows, date = table.get("checkpoints"), table.get("date")
     if not isinstance(rows, list) or not rows or not isinstance(date, str):
         raise DataError(f"pin {name!r} lists no checkpoints or no date; {_REMEDY}")
-    return Pin(tuple(_parse_checkpoint(row, name) for row in rows), date, name)
+    pin = Pin(tuple(_parse_checkpoint(row, name) for row in rows), date, name)
+    if table.get(_SHA256_KEY, pin.sha256) != pin.sha256:  # pins of earlier versions do not state it
+        raise DataError(f"pin {name!r} was changed after it was written; put the first one back, or {_REMEDY}")
+    return pin
 
 
 def is_sha256(value: Any) -> bool:

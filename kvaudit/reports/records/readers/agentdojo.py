@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvaudit.core.errors import DataError
-from kvaudit.core.text import inline
+from kvaudit.core.text import clip_distinct, inline
 from kvaudit.reports.records.readers.base import (
     LONGEST_LINE,
     Log,
@@ -61,8 +61,8 @@ class AgentDojo(Reader):
                     rows += list(_rows(row, request))
                 except DataError as error:
                     problems.add(f"{place}: {error}")
-                pipelines.add(inline(str(row["pipeline_name"])[:200]))
-                versions.add(inline(str(row.get("benchmark_version"))[:40]))
+                pipelines.add(inline(clip_distinct(str(row["pipeline_name"]), 200)))
+                versions.add(inline(clip_distinct(str(row.get("benchmark_version")), 40)))
         if len(pipelines) > 1:
             raise DataError(
                 f"{str(path)!r} holds several pipelines ({'; '.join(sorted(pipelines))}); give one's folder"

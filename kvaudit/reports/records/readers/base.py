@@ -23,7 +23,7 @@ import pandas as pd
 
 from kvaudit.core.errors import DataError, OffScale, SpecError
 from kvaudit.core.plugins import Registry
-from kvaudit.core.text import clip, inline, is_text, normalise
+from kvaudit.core.text import clip, clip_distinct, inline, is_text, normalise
 
 if TYPE_CHECKING:
     from kvaudit.reports.records.load import RunData
@@ -223,7 +223,7 @@ def _normalised(value: Any) -> Any:
 
 def metric_name(text: str) -> str:
     """Return a metric's name as one printable line of limited length."""
-    return inline(clip(text, _MAX_METRIC_LENGTH))
+    return inline(clip_distinct(text, _MAX_METRIC_LENGTH))
 
 
 def score_of(value: Any) -> float:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvaudit.core.errors import DataError
+from kvaudit.core.text import clip_distinct
 from kvaudit.reports.records.readers.base import (
     CollectedScores,
     Log,
@@ -131,7 +132,7 @@ def _with_metrics(row: Mapping[str, Any], repeats: Counter[str]) -> dict[str, An
     metrics = [
         name for name, value in row.items() if name not in _NOT_METRICS and isinstance(value, bool | int | float)
     ]
-    item = str(row.get("doc_id"))[:80]
+    item = clip_distinct(str(row.get("doc_id")), 80)
     repeats[item] += 1
     return {**row, "metrics": metrics, "filter": "none" if repeats[item] == 1 else f"{_UNNAMED}{repeats[item]}"}
 
@@ -167,7 +168,7 @@ def _add(
     listed = metrics if isinstance(metrics, list) else []
     if not listed or not all(isinstance(name, str) and name in row for name in listed):
         raise DataError("the metrics it lists have no value")
-    filter_name = str(row.get("filter", "none"))[:80]
+    filter_name = clip_distinct(str(row.get("filter", "none")), 40)
     fields = {**row["doc"], **row} if isinstance(row.get("doc"), dict) else row  # the line's own fields win
     cluster = request.cluster(fields, item) if request.cluster else None
     # the harness's hashes cover only the first of the choices, so the arguments are hashed too
@@ -199,4 +200,4 @@ def _texts(arguments: Any) -> list[str]:
 def _decoding(arguments: Any) -> set[str]:
     """Return the generation settings of a line's requests as texts; a request for log-probs has none."""
     settings = [value for value in _argument_values(arguments) if isinstance(value, dict)]
-    return {json.dumps(value, sort_keys=True)[:500] for value in settings}
+    return {clip_distinct(json.dumps(value, sort_keys=True), 500) for value in settings}

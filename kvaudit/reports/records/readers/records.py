@@ -13,7 +13,7 @@ import pandas as pd
 
 from kvaudit.core.errors import DataError, SpecError, UnknownName
 from kvaudit.core.policy_names import match_policies
-from kvaudit.core.provenance import ENDPOINT_REQUESTS, INPUTS, PROMPTS, ROWS, prompt_unit, table_of
+from kvaudit.core.provenance import ENDPOINT, ENDPOINT_REQUESTS, INPUTS, PROMPTS, ROWS, prompt_unit, table_of
 from kvaudit.core.records import READABLE_FORMATS, Outcome, Record, Role
 from kvaudit.core.text import at_length, inline, join_names
 from kvaudit.reports.records.load import RunData, check_seal, load_run
@@ -103,7 +103,7 @@ def _off_scale_scores(problems: Iterable[Problem]) -> dict[str, OffScaleScores]:
 def _decoding(data: RunData, suites: set[str]) -> dict[str, str]:
     """Return the settings of sampling and the hashes of public rows, which two compared logs must share.
 
-    For a probe of an endpoint the settings of its requests are added.
+    For a probe of an endpoint the settings of its requests are added; one that it no longer lists is equal to none.
     """
     grid = data.spec.evaluate
     settings = {"temperature": str(grid.temperature), "top_p": str(grid.top_p)}
@@ -112,6 +112,8 @@ def _decoding(data: RunData, suites: set[str]) -> dict[str, str]:
     settings |= {f"rows {name}": str(sha256) for name, sha256 in rows.items()}
     chosen = {suite: section for suite, section in grid.suites.items() if suite in suites}
     settings |= {f"max_new_tokens of suite {suite}": str(s.max_new_tokens) for suite, s in chosen.items()}
+    if ENDPOINT in data.provenance:
+        settings |= dict.fromkeys((f"decoding of {suite}" for suite in suites), "not recorded")
     return {**settings, **table_of(data.provenance, ENDPOINT_REQUESTS)}
 
 
