@@ -1,5 +1,7 @@
 """Whether a setting acts, on rows as they lie: beside what the engine moves when it is asked the same again."""
 
+import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,12 +12,14 @@ import pandas as pd
 import pytest
 from scipy.stats import wilcoxon
 
+from kvaudit.core.provenance import NOISE
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run
 from kvaudit.reports.stats.slope import signed_rank_above
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Contrast
 from kvaudit.reports.verdict.controls import Canaries, Canary, canaries_of, canary_reasons, checked_by_canary
+from kvaudit.reports.verdict.drift import hidden_by_noise
 from kvaudit.reports.verdict.reasons import ReasonCode
 from kvaudit.reports.verdict.verdict import Status
 from tests import reports_synthetic as synthetic
@@ -149,6 +153,21 @@ def test_in_a_run_a_setting_within_the_engines_noise_does_not_pass(tmp_path: Pat
         (one,) = [d for d in verdict.decisions if d.policy == U8]
         assert one.effect is not None
         assert (one.status, [reason.code for reason in one.reasons], verdict.reasons) == (status, codes, ())
+
+
+def test_noise_that_the_run_has_stored_counts_where_the_repeated_answers_are_gone(tmp_path: Path) -> None:
+    run = floored(tmp_path, {F32: (30, 0, 0)}, way="again", silent=(U8, F32))
+    data = load_run(run)
+    stored = hidden_by_noise(data, decide_run(data).comparison)
+    assert U8 in stored
+    shutil.rmtree(run / "floor")
+    statuses = []
+    for noise in ({}, stored):
+        provenance = json.loads((run / "provenance.json").read_text())
+        (run / "provenance.json").write_text(json.dumps(provenance | {NOISE: noise}))
+        (one,) = [d for d in decide_run(load_run(run)).verdict.decisions if d.policy == U8]
+        statuses.append((one.status, [reason.code for reason in one.reasons]))
+    assert statuses == [(Status.PASS, []), (Status.INCONCLUSIVE, [ReasonCode.NOISE])]
 
 
 def test_a_loss_that_is_shown_is_a_fail_however_noisy_the_engine(tmp_path: Path) -> None:

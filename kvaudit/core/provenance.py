@@ -49,6 +49,7 @@ PILOT_RESULT = "found"  # the one key of PILOT
 LOOKS = "looks"  # of rounds: the plan, then every look with its items, and why the rounds ended
 PLANNED, ENDED, MINUTES = "planned", "ended", "minutes"  # keys of LOOKS, besides the numbers of the looks from "1" on
 SEAL = "sha256"  # another key of LOOKS: the hash of all others, since rows and bounds follow from them
+NOISE = "noise"  # engine settings that noise hides -> the sentence that says so; judged copies keep it
 TIME_SPENT = "the time is spent"  # one of the reasons why rounds end
 ANYWAY = "anyway"  # when --anyway let a run continue that cannot pass, or that has nothing to measure
 NOT_SHOWN = "not shown"  # under SERVED_BY: the engine reported nothing that could be checked

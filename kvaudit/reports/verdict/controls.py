@@ -527,6 +527,13 @@ def checked_by_canary(c: Contrast, comparison: Comparison, canaries: Canaries) -
     return c if noisy is None else replace(c, noise=Reason(ReasonCode.NOISE, _noise_text(noisy)))
 
 
+def noisy_conditions(canaries: Canaries) -> dict[str, str]:
+    """Return for each engine setting (condition) that the engine's noise hides a sentence that says so."""
+    return {
+        name: _noise_text(canary) for name, canary in canaries.conditions.items() if canary.moved and not canary.acts
+    }
+
+
 def canary_reasons(comparison: Comparison, canaries: Canaries) -> Iterator[Reason]:
     """Yield a reason for each engine setting (condition) that changed no answer, which makes the run INVALID."""
     for condition, canary in canaries.conditions.items():

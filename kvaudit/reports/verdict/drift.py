@@ -25,7 +25,7 @@ import pandas as pd
 from kvaudit.core.errors import DataError
 from kvaudit.core.facets import ALIKE, DEPLOYED, INTERACTION, SERVING, UNSAFE, suite_of
 from kvaudit.core.policy_names import DENSE_POLICY
-from kvaudit.core.provenance import CHECKPOINT_FILES, INPUTS, MODEL, table_of
+from kvaudit.core.provenance import CHECKPOINT_FILES, INPUTS, MODEL, NOISE, table_of
 from kvaudit.core.records import Outcome
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.reports.records.load import RunData
@@ -50,7 +50,7 @@ from kvaudit.reports.verdict.contrast import (
     no_interval,
     reference_answers,
 )
-from kvaudit.reports.verdict.controls import canaries_of, canary_reasons, checked_by_canary
+from kvaudit.reports.verdict.controls import canaries_of, canary_reasons, checked_by_canary, noisy_conditions
 from kvaudit.reports.verdict.reasons import Reason, ReasonCode
 
 Weights = dict[CellKey, float]
@@ -90,13 +90,15 @@ def drift_of(data: RunData, comparison: Comparison, alpha: float, facets: CellFi
     tables = data.panels
     cells = tuple(cells_of(data.records, tables, comparison))
     canaries = canaries_of(data.records, _repeated_records(data, comparison), comparison)
+    stored_noise = table_of(data.provenance, NOISE)  # of a run whose repeated answers are gone, or were not judged
     return Drift(
         run=data.spec.name,
         comparison=comparison,
         alpha=alpha,
         cells=cells,
         contrasts=tuple(
-            checked_by_canary(c, comparison, canaries) for c in contrasts(comparison, tables, alpha, facets)
+            _with_stored_noise(checked_by_canary(c, comparison, canaries), stored_noise)
+            for c in contrasts(comparison, tables, alpha, facets)
         ),
         reasons=(*run_reasons(data, comparison), *canary_reasons(comparison, canaries)),
         n_records=len(data.records),
@@ -105,6 +107,17 @@ def drift_of(data: RunData, comparison: Comparison, alpha: float, facets: CellFi
         idle=frozenset(idle_cells(cells, data.provenance)),
         answers=reference_answers(data.records, comparison.reference),
     )
+
+
+def _with_stored_noise(c: Contrast, noise: Mapping[str, str]) -> Contrast:
+    """Return the contrast; with the sentence that the run stored if an engine's noise hides its setting."""
+    text = noise.get(c.policy)
+    return c if text is None or c.noise is not None else replace(c, noise=Reason(ReasonCode.NOISE, text))
+
+
+def hidden_by_noise(data: RunData, comparison: Comparison) -> dict[str, str]:
+    """Return for each engine setting (condition) that the engine's noise hides a sentence that says so."""
+    return noisy_conditions(canaries_of(data.records, _repeated_records(data, comparison), comparison))
 
 
 def _repeated_records(data: RunData, comparison: Comparison) -> Mapping[str, pd.DataFrame]:

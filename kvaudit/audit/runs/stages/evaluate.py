@@ -27,7 +27,10 @@ from kvaudit.audit.runs.stages.rounds import RoundsStage
 from kvaudit.audit.runs.units import REFUSED, Unit, UnitFiles, reopen_refused
 from kvaudit.core.errors import RunError
 from kvaudit.core.files import read_json
-from kvaudit.reports.records.load import FLOOR_FOLDER, SAME_ORDER, SHUFFLED
+from kvaudit.core.provenance import NOISE
+from kvaudit.reports.records.load import FLOOR_FOLDER, SAME_ORDER, SHUFFLED, load_run
+from kvaudit.reports.verdict.drift import hidden_by_noise
+from kvaudit.reports.verdict.rules import GateOverrides, declared_rules
 
 
 class EvaluateStage(Stage):
@@ -63,6 +66,7 @@ class EvaluateStage(Stage):
         self._grid.work()
         self._print_refusals()
         self._floor.work()
+        self._note_noise()
         if self._rounds is not None:
             self._rounds.note_end()
         declared = {arm: checkpoints.recipe.model_dump() for arm, checkpoints in spec.checkpoints.items()}
@@ -79,6 +83,13 @@ class EvaluateStage(Stage):
     @property
     def _floor(self) -> FloorStage:
         return FloorStage(self.context, self._worker, self._grid.units)
+
+    def _note_noise(self) -> None:
+        """Store which settings of engines their noise hides, for reports in which the repeated answers are missing."""
+        run = self.context.run
+        if self._floor.is_due:
+            data = load_run(run.path)
+            run.note(**{NOISE: hidden_by_noise(data, declared_rules(data, GateOverrides())[0])})
 
     def _print_refusals(self) -> None:
         """Print how many requests a server refused and, except in rounds, the command that sends them again."""
@@ -139,6 +150,11 @@ class FloorStage(Stage):
         is_asked = context.spec.evaluate.floor > 0
         self._worker = worker
         self._units = [unit for unit in units if is_asked and isinstance(unit.policy, Condition)]
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is anything to ask again: the spec wants it, and an engine answers."""
+        return bool(self._units)
 
     def parts(self) -> Iterator[Part]:
         for folder in self._folders:
