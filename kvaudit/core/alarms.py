@@ -27,7 +27,7 @@ class Bound(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """The alarm and its meaning as a sentence."""
+        """The name of the training alarm that this bound sets off, and what it means, as a sentence."""
         return f"{self.name} is {self.limit}: {self.meaning}"
 
 

@@ -71,10 +71,10 @@ KINDS = ("attack", "trusted", "leak", "escape", "clean")
 
 
 class Agent(Templated):
-    """Five variants of an agent's task, which differ in the order that stands in the record read with a tool.
+    """Five variants of an agent's task, which differ in the instruction that a tool's result holds.
 
-    A stranger gives the order; the boss gives it; it asks for the secret; it needs a forbidden tool; or the record has
-    no order, which shows whether the model can do the task at all.
+    A stranger gives the instruction; the boss gives it; it asks for the secret; it needs a forbidden tool; or there is no
+    instruction, which shows whether the model can do the task at all.
     """
 
     name = "agent"

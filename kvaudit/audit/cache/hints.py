@@ -193,7 +193,10 @@ class HintRecorder:
             row_hints.append(new)
 
     def row_hints(self, row: int, layer: int, layers: int, heads: int, width: int) -> tuple[Tensor, Tensor]:
-        """Return a row's hints so far, in any order: the element numbers and the low bits of their codes' ranks."""
+        """Return what is recorded of a row's codes that lie on a rounding border, so that a replay rounds them alike.
+
+        That is the numbers of these elements and the low bits of their codes' ranks, in any order.
+        """
         self._examine_all()
         hints = torch.cat([torch.zeros(0, 5, dtype=torch.int32), *self._hints[row]]).long()
         token, part, head, channel, rank = hints.unbind(1)

@@ -191,9 +191,9 @@ def _scalars(rollout: Rollout) -> dict[str, Any]:
 
 
 def _shorten(times: Tensor) -> Tensor:
-    """Return times, of which the largest is the number of tokens, as uint16 if they fit, else unchanged.
+    """Return the steps at which entries were evicted as uint16 if they fit, else unchanged.
 
-    In uint16 the largest number of the type stands for never.
+    Entries that were never evicted have the number of tokens, the largest; in uint16 the largest number of the type.
     """
     if times.shape[-1] >= _SHORT_NEVER - 1:
         return times

@@ -261,7 +261,10 @@ class CodedAttention:
         self.keys: dict[int, Tensor] = {}  # [H, T, D] by layer, exact
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Return the attention output [1, G*H, T, D]."""
+        """Return the attention output [1, G*H, T, D] over keys and values as an engine's codes give them back.
+
+        There are G query heads for each of H KV heads, T queries, and D channels.
+        """
         require_single_call(call.layer, self.keys, self._layers)
         key, value = call.key.float(), call.value.float()  # [1, H, T, D]
         self.keys[call.layer] = key[0]

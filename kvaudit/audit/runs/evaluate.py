@@ -224,9 +224,10 @@ class Evaluator:
         return [batch for batch in pilot_batches if batch]
 
     def _existing_rows(self, unit: Unit, run: RunFolder, folder: Path) -> dict[Row, Record]:
-        """Return, by (item id, sample), the answers not asked again: the pilot's, and those in a reopened file.
+        """Return, by (item id, sample), the answers that exist already, so that their requests are not sent again.
 
-        A file is reopened to ask requests again that a server refused; answers to these items are not kept.
+        These are the pilot's, and those in a file that was reopened to send again what a server refused, without the
+        refused items.
         """
         if folder.name in (PILOT_FOLDER, SAME_ORDER, SHUFFLED):
             return {}

@@ -1,4 +1,6 @@
-"""Units whose items the harness Inspect runs: kvaudit serves it the model, and turns its logs into records.
+"""Units (a checkpoint, policy, suite and length) that the harness Inspect plays: kvaudit answers as its model.
+
+Its logs are turned into records.
 
     RUN/logs/inspect/<folder>/<unit>/<batch>/*.eval    a log of each attempt; samples in it are not asked again
 

@@ -194,7 +194,7 @@ def _losing_seed_lines(findings: Decided) -> list[str]:
 
 
 def _worst_deployed_lines(findings: Decided, head: Decision | None) -> list[str]:
-    """Return a line on the worst cell whose candidate is served compressed, unless the banner quotes that cell."""
+    """Return a line on the worst drift of a candidate that is served compressed, unless the banner quotes it."""
     cells = [d for d in deployed_cells(findings) if is_compressed_deployment(findings.comparison, d)]
     if not cells or cells[0] is head:
         return []

@@ -81,7 +81,9 @@ def read_sides(
     higher_is_better: bool = False,
     select: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {}),
 ) -> Sides:
-    """Read both files; ``cluster`` is the --cluster option, ``select`` chooses a cell of each file that has several.
+    """Read both files; ``cluster`` names the field that holds each row's template.
+
+    ``select`` maps columns to values, for each file: the arm, policy and so on to compare of a run that has several.
 
     ``lower_is_better`` and ``higher_is_better`` say which way a metric is better, if its name does not. Raises
     SpecError and DataError for files that cannot be read, and for a run whose checkpoints were changed after it.

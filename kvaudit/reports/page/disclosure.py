@@ -123,9 +123,9 @@ class Disclosure:
 
 
 def disclosure_of(page: Page, arm: str | None = None) -> Disclosure:
-    """Return the disclosure of all arms, or of ``arm`` alone.
+    """Return the facts to publish with a model (a disclosure), of all arms or of ``arm`` alone.
 
-    Nothing is decided here: the status is that of the page.
+    Nothing is decided here: its verdict is that of the page.
     """
     if arm is None:
         return _run_disclosure(page)
@@ -160,7 +160,10 @@ def _room(d: Decision) -> float:
 
 
 def _arm_disclosure(disclosure: Disclosure, run_findings: Findings, findings: Findings, arm: str) -> Disclosure:
-    """Return a disclosure restricted to one arm: its recipe and the reference's, its drift and its verdict."""
+    """Return a disclosure restricted to one arm: its recipe and the reference's, its drift and its verdict.
+
+    ``run_findings`` are those of the whole run, ``findings`` those of the arm.
+    """
     drift, head = tuple(m for m in disclosure.drift if m.arm == arm), findings.verdict.head
     worst = _measured_cell(findings, head) if head else _lowest_cell(drift)
     status, says = _arm_verdict(run_findings, findings, arm)

@@ -71,7 +71,7 @@ def terminal_lines(findings: Findings, run: Path | None = None, extras: Terminal
 
 
 def _doubtful_lines(findings: Findings) -> Iterator[str]:
-    """Yield how many grades the judge is unsure of in the worst undecided cell, then a few losses with such grades."""
+    """Yield how many grades the judge is unsure of in the worst undecided metric, then a few such lost answers."""
     sides = findings.comparison
     for d in sorted(findings.verdict.gated, key=severity_order(sides)):
         suite = suite_of(d.suite) if d.suite in sides.facets else d.suite

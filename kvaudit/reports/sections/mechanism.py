@@ -181,7 +181,7 @@ class _Cell:
     answers: pd.DataFrame
 
     def rows_of(self, span: str) -> _Rows | None:
-        """Return the readable answers whose record has this span; None if there is none."""
+        """Return the readable answers whose prompt has a named part such as "rule" (``span``); None if there is none."""
         column = SPAN_COLUMNS[span]
         if column not in self.answers:
             return None
@@ -199,7 +199,7 @@ class _Cell:
         return float((~self._read[group]).mean()) if group.any() else 0.0
 
     def unknown(self, span: str) -> int:
-        """Return the number of readable answers whose record does not have this span."""
+        """Return the number of readable answers whose prompt has no part of this name."""
         return int((self._read & self.answers[SPAN_COLUMNS[span]].isna()).sum())
 
     @property

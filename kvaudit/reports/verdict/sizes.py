@@ -424,9 +424,9 @@ class Shortfall:
 
 
 def template_counts(layout: Layout, items: int, facet: str | None) -> Array:
-    """Return, for each template [C] that has any, how many of the first ``items`` items have the facet.
+    """Return how many of the first ``items`` items each template has, without templates that have none [C].
 
-    Without ``facet`` all items count.
+    With a ``facet`` (a yes-or-no property of answers) only items that are graded by it count.
     """
     rounds, rest = divmod(items, len(layout))
     counts: dict[str, int] = {}

@@ -1,6 +1,7 @@
 """Models of Inspect that kvaudit answers: ``kvaudit/CHECKPOINT@POLICY`` samples with a compressed cache.
 
-The checkpoint is a folder, a hub id or ``embedded``; write ";" for "," in the policy. Waiting requests share a batch,
+The checkpoint is a folder, a hub id or ``embedded`` (the small model that ships); in the policy write ";" for ",", as
+in ``kvaudit/embedded@snapkv:budget=96;window=8``. Waiting requests share a batch,
 as in ``kvaudit serve``; unsupported options are an error. ``ConditionAPI`` is the model class that a run uses when
 Inspect asks a suite: it answers under a policy or by a serving engine, with seeds that follow from sample, epoch and
 turn.

@@ -172,7 +172,7 @@ class ItemShades:
         return number in self._answers
 
     def table(self) -> dict[str, Any]:
-        """Return the shades as the item's entry in its data file."""
+        """Return the item's colours, by token, as a table to be written as JSON into the page's data file."""
         return {"pieces": self._pieces, "roles": _run_lengths(self._roles), "answers": self._answers}
 
 
@@ -266,8 +266,8 @@ def _of_side(
 ) -> Iterator[Flip]:
     """Yield the flips (items whose score or facet differs between the two sides) of one arm under one policy.
 
-    ``estimand`` is the kind of comparison, such as "alike". ``tables`` are the score tables at one context length, by
-    metric. The flips are in the order of seed pairs, then of items.
+    ``estimand`` is the kind of comparison, such as "alike" (both checkpoints served under the same policy). ``tables``
+    are the score tables at one context length, by metric. The flips are in the order of seed pairs, then of items.
     """
     panel = tables[SCORE]
     for pair in seed_pairs(comparison, panel, arm):

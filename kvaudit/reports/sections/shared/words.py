@@ -235,9 +235,9 @@ def has_little_to_lose(d: Decision) -> bool:
 
 
 def exceeds_margin(d: Decision) -> bool:
-    """Return whether a failing cell's drop is shown to exceed the margin.
+    """Return whether a decision of FAIL rests on a drop that is shown to exceed the margin.
 
-    In a cell of the estimand "parity" (the drift is within the margin on both sides) a gain may exceed it as well.
+    Under "parity", which forbids drift to either side, a gain that exceeds it counts as well.
     """
     assert d.effect is not None
     margin = d.margin or 0.0
