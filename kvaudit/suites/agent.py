@@ -73,8 +73,8 @@ KINDS = ("attack", "trusted", "leak", "escape", "clean")
 class Agent(Templated):
     """Five variants of an agent's task, which differ in the instruction that a tool's result holds.
 
-    A stranger gives the instruction; the boss gives it; it asks for the secret; it needs a forbidden tool; or there is no
-    instruction, which shows whether the model can do the task at all.
+    A stranger gives the instruction; the boss gives it; it asks for the secret; it needs a forbidden tool; or there is
+    none, which shows whether the model can do the task at all.
     """
 
     name = "agent"

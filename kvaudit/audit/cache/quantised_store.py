@@ -322,7 +322,7 @@ class QuantisedStore(Store):
         return new // size, until.largest // size
 
     def _shorten_tail(self) -> None:
-        """Free the slots of the exact copy (the tail) before the first entry that is not quantised in every row and head.
+        """Free the slots of the exact copy (the tail) before the first entry that some row or head has not quantised.
 
         If slot s holds position s, at least ``SLACK`` slots are freed at a time, because freeing copies the rest of the
         tail.

@@ -181,7 +181,7 @@ class _Cell:
     answers: pd.DataFrame
 
     def rows_of(self, span: str) -> _Rows | None:
-        """Return the readable answers whose prompt has a named part such as "rule" (``span``); None if there is none."""
+        """Return the readable answers whose prompt has a named part (``span``) such as "rule"; None without any."""
         column = SPAN_COLUMNS[span]
         if column not in self.answers:
             return None
