@@ -93,6 +93,24 @@ def hold(name: str, examples: int, tally: Tally) -> None:
     one()
 
 
+STREAMING = {"name": "streaming", "budget": 10, "sink": 2, "window": 0, "interval": 1, "phase": "both", "chunk": 1000}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "length"),
+    [("llama", STREAMING, 11), ("gemma3", {"name": "none", "chunk": 1000}, 8)],
+    ids=["budget", "the model's own window"],
+)
+def test_a_prompt_may_exceed_what_is_kept_by_one_token(family: str, fields: dict[str, Any], length: int) -> None:
+    """The newest token takes the place of the one that is evicted, and must be known for the next one to be found."""
+    turns = (((12,), (3,)), ((6,), (0,)))
+    for tokens in (length - 1, length, length + 1):
+        play = Conversation(
+            family, (Part(fields, None),), (1,), (3,), 5, (frozenset(),), lengths=(tokens,), group=1, turns=turns
+        )
+        assert gap(play) < EXACT
+
+
 def require_rule(name: str) -> None:
     """Fail where the simulator knows nothing of a registered policy, or of one of its fields."""
     if name == "mixture":

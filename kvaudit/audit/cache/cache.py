@@ -294,8 +294,9 @@ class EvictingCache:
         schedule, by_position = layers[0].schedule, layers[0].evictor.by_position
         # a policy that ranks by position alone can be computed on the host, without waiting for the device
         if schedule.victims is None and by_position and not on_device:
-            before = layers[0].store.length - 1
-            schedule.victims = layers[0].victims_on_host(forward.first_position, before, self.pins)
+            # a prompt or message of several tokens may exceed the budget by one entry too
+            newest = None if forward.first_position is None else forward.longest - 1
+            schedule.victims = layers[0].victims_on_host(newest, layers[0].store.length - 1, self.pins)
         if schedule.victims is not None:  # just now, or by an earlier layer of this forward
             layers[0].replace(schedule.victims, eviction, forward)
             return
