@@ -73,6 +73,13 @@ def tensors_in(values: Any) -> list[Tensor]:
     return [tensor for value in values for tensor in tensors_in(value)]
 
 
+def _unlikely(dtype: torch.dtype) -> float:
+    """Return what stands in memory that a capture has allocated but not computed: a number that no step makes."""
+    if dtype == torch.bool:
+        return True
+    return float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
 class Recorder:
     """Takes the place of ``captured.capture_graph``: records, undoes what that computed, and counts replays."""
 
@@ -86,6 +93,9 @@ class Recorder:
             logits = run()
         for tensor, old in before:  # a capture computes nothing
             tensor.copy_(old)
+        for operator in graph.operators:
+            for _, tensor in operator.made:
+                tensor.fill_(_unlikely(tensor.dtype))
         self.captures += 1
 
         def replay() -> None:

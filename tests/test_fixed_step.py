@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from pretend_gpu import GPU, pretend_gpu
-from recorded_graph import GraphError, RecordedGraph, Recorder
+from recorded_graph import GraphError, RecordedGraph, Recorder, tensors_in
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.exactness import random_ids
@@ -20,7 +20,7 @@ from kvaudit.audit.cache import decode_kernels, fixed_step, hints, quantised_sto
 from kvaudit.audit.cache.fixed_step import FixedStep
 from kvaudit.audit.cache.layer_state import LastQueries
 from kvaudit.audit.cache.store import Store
-from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.policies import Evictor, parse_policy
 from kvaudit.audit.policies.eight_bits import Int8
 from kvaudit.audit.replay.learner_pass import suffix_logits
 from kvaudit.audit.sampling import captured
@@ -147,21 +147,31 @@ class OpenStep:
         self.model, self.room = served.model, room
         episode = Sampler(served, parse_policy(policy)).open([random_ids(200)[:prompt]], [0, 1], group=2)
         assert isinstance(episode, Episode)
-        self.fixed = FixedStep(episode._cache)
+        self.episode, self.cache = episode, episode._cache
+        self.fixed = FixedStep(self.cache)
+        self.graph = RecordedGraph()  # of the last step
 
-    @torch.no_grad()
     def step(self, tokens: Sequence[int] = (5, 7)) -> Any:
         key = self.fixed.prepare(tokens, self.room)
+        with RecordedGraph() as self.graph:
+            self.run()
+        self.fixed.finish()
+        return key
 
+    @torch.no_grad()
+    def run(self) -> torch.Tensor:
         def forward(ids: torch.Tensor, positions: torch.Tensor, step: FixedStep) -> torch.Tensor:
             mask = torch.ones(2, 1, 1, 1, dtype=torch.bool)
             logits: torch.Tensor = self.model(ids, position_ids=positions, attention_mask=mask, kv=step).logits
             return logits
 
-        with RecordedGraph():
-            self.fixed.run(forward)
-        self.fixed.finish()
-        return key
+        return self.fixed.run(forward)
+
+    def capture(self) -> captured.CapturedStep:
+        """Record the step that is prepared, without computing it."""
+        layers = self.cache.layers
+        recorder = Recorder(lambda: [t for layer in layers for t in (*layer.tensors(), layer.store.evicted_at)])
+        return recorder(self.run, torch.device("cpu"))
 
 
 def open_step(policy: str, room: int = 100, prompt: int = 200) -> OpenStep:
@@ -331,15 +341,137 @@ def test_a_row_that_was_fed_nothing_gives_a_run_another_key() -> None:
     assert [keys.index(key) for key in keys] == [0] * 6 + [6] * 6
 
 
+def test_the_first_eviction_gives_a_run_another_key() -> None:
+    """Before it one mask is made for all heads; after it a head may have empty slots where another has entries."""
+    step = open_step("adakv:budget=64,window=8,interval=4", prompt=56)
+    keys, are_alike = [], []
+    for _ in range(16):
+        are_alike.append(all(layer.store.uniform for layer in step.cache.layers))
+        keys.append(step.step())
+    assert len(set(are_alike)) == 2
+    assert [keys.index(key) for key in keys] == [are_alike.index(alike) for alike in are_alike]
+
+
+def test_a_budget_that_has_risen_gives_a_run_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last slot, whose entry takes the place of the evicted one, is part of a run; no policy here moves it."""
+    monkeypatch.setattr(Evictor, "budget_at", lambda self, seen: self.budget + seen // 4)
+    step, replaced = open_step("h2o:budget=64", prompt=100), []  # after which slots are left over
+    for _ in range(12):
+        key = step.step()
+        if step.fixed._replacing:
+            replaced.append((key, step.cache.layers[0].store.length))
+    assert {length for _, length in replaced} == {89, 90, 91}
+    assert len(set(replaced)) == len({key for key, _ in replaced})
+
+
+def test_rows_that_no_longer_evict_the_same_slot_give_a_run_another_key() -> None:
+    """A run for rows at one position takes the slot from the numbers of the step."""
+    step = open_step("streaming:budget=64")
+    keys = [step.step([5, 7] if n != 5 else [5, -1]) for n in range(12)]
+    assert [keys.index(key) for key in keys] == [0] * 5 + [5] + [6] * 6
+
+
 def test_a_tensor_of_another_shape_at_an_old_address_gives_a_run_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """An allocator may put a wider ledger where a narrower one was."""
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda self: 0)
     step, keys, widths = open_step("h2o:budget=12", prompt=20), [], []
     for _ in range(30):
         keys.append(step.step())
-        widths.append(step.fixed._cache.layers[0].store.evicted_at.shape[2])
+        widths.append(step.cache.layers[0].store.evicted_at.shape[2])
     assert len(set(widths)) > 1
     assert [keys.index(key) for key in keys] == [widths.index(width) for width in widths]
+
+
+def test_only_entries_that_are_still_exact_enter_a_ring() -> None:
+    """Others of the tail have the same places, and a GPU writes in any order."""
+    ring = stepped_store.ExactRing(torch.zeros(1, 1, 0, 1), 2)
+    positions = torch.tensor([[2, 3, 0, 1]])
+    ring.fill(positions[:, None, :, None].float(), positions, torch.tensor([2]))
+    assert ring.at(torch.tensor([[2, 3]])).flatten().tolist() == [2, 3]
+
+
+def test_a_row_in_which_nothing_is_due_keeps_its_codes() -> None:
+    """Its slot may be any, and another entry's."""
+    ring = stepped_store.ExactRing(torch.zeros(2, 1, 0, 8), 3)
+    ring.columns.copy_(torch.arange(2 * 4 * 8).view(2, 1, 4, 8))
+    codes, scales = torch.full((2, 1, 4, 8), 7, dtype=torch.uint8), torch.full((2, 1, 4, 1), 9.0)
+    slots = torch.tensor([1, 1])
+    stepped_store.code_entries(Int8(), hints.KEYS, ring, torch.tensor([-1, 2]), slots, codes, scales, None)
+    is_kept = [bool((codes[row, 0, n] == 7).all() and scales[row, 0, n] == 9) for row in (0, 1) for n in range(4)]
+    assert is_kept == [True] * 5 + [False] + [True] * 2
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "none",
+        "snapkv:budget=64,window=8,interval=16",
+        "streaming:budget=64",
+        "h2o:budget=64",
+        "random:budget=64",
+        "int8",
+        "q4_0",
+        "kivi:bits=4,group=16,residual=16",
+    ],
+)
+def test_the_key_of_a_run_has_the_address_of_all_memory_that_it_uses(policy: str) -> None:
+    """Of all but the model's weights and the numbers of the step; what a run makes lies in its own memory."""
+    step = open_step(policy)
+    key = [step.step() for _ in range(2)][-1]
+
+    def addresses(values: Any) -> set[int]:
+        return {tensor.untyped_storage().data_ptr() for tensor in tensors_in(values)}
+
+    operators = step.graph.operators
+    used = {address for own in operators for address in addresses((own.args, own.kwargs))}
+    made = {address for own in operators for address in addresses([tensor for _, tensor in own.made])}
+    model = addresses([*step.model.parameters(), *step.model.buffers(), step.fixed._numbers])
+    assert used - made - model <= {part for part in key if isinstance(part, int)}
+
+
+def test_after_a_capture_that_failed_no_entry_is_evicted_that_it_chose() -> None:
+    """It chose in memory that nothing has been written to."""
+    ledgers = []
+    for fails in (False, True):
+        step = open_step("streaming:budget=64")
+        step.step([5, -1])  # rows differ from here on: what is evicted is chosen on the device
+        step.fixed.prepare([5, 7], step.room)
+        if fails:
+            step.capture()
+        step.run()
+        step.fixed.finish()
+        ledgers.append(torch.stack([layer.store.evicted_at for layer in step.cache.layers]))
+    assert torch.equal(*ledgers)
+
+
+@torch.no_grad()
+def test_a_replay_that_fills_the_slot_of_an_evicted_entry_leaves_slots_out_of_order() -> None:
+    """Evictions between two steps have put them in order; ties go to the earlier position, which is looked for."""
+    step = open_step("h2o:budget=64")
+    step.step()
+    key = step.fixed.prepare([5, 7], step.room)
+    replayed = step.capture()
+    replayed.replay()
+    step.fixed.finish()
+    step.step([5, -1])
+    assert all(layer.store.ordered for layer in step.cache.layers)
+    assert step.fixed.prepare([5, 7], step.room) == key
+    replayed.replay()
+    step.fixed.finish()
+    for layer in step.cache.layers:
+        assert bool((layer.store.positions.diff(dim=2) < 0).any())
+        assert not layer.store.ordered
+
+
+def test_bytes_that_an_eviction_between_two_steps_frees_are_no_longer_counted() -> None:
+    step = open_step("adakv:budget=64,window=8,interval=2,phase=decode", prompt=100)
+    step.step()
+    step.episode.extend([[1] * 200] * 2)
+    step.episode.decode(Decoding(1))  # for which the cache gets more slots than steps have asked for
+    before = step.cache.bytes
+    step.step()
+    tensors_of = [tensor for layer in step.cache.layers for tensor in layer.tensors()]
+    assert step.cache.bytes == sum(tensor.nbytes for tensor in tensors_of) < before
 
 
 @pytest.mark.parametrize("mode", ["eager", "fixed", "graph"])

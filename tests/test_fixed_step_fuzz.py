@@ -22,10 +22,11 @@ from recorded_graph import Recorder
 from test_kv_models import EXACT
 from transformers import AutoModelForCausalLM
 
-from kvaudit.audit.cache import fixed_step
+from kvaudit.audit.cache import fixed_step, hints, quantised_store, stepped_store
 from kvaudit.audit.cache.attention import ATTENTION_NAME
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.policies import Composed, Evictor, Policy, evictor_of, parse_policy
+from kvaudit.audit.policies.kivi import Kivi
 from kvaudit.audit.replay.learner_pass import suffix_logits
 from kvaudit.audit.sampling import captured
 from kvaudit.audit.sampling.decoding import Completion, Decoding
@@ -201,6 +202,8 @@ class Player:
         patch.setattr(captured, "FEWEST_STEPS", case.fewest)
         patch.setattr(fixed_step, "MIN_ROOM", case.room)
         patch.setattr(fixed_step, "MAX_ROOM", case.room)
+        for module in (hints, quantised_store, fixed_step, stepped_store):
+            patch.setattr(module, "HINT_BATCH", 8)  # fewer than the steps of a turn, so that whole batches are examined
         self.opened: list[Any] = []
         self.rows: list[Row] = []
         self.draw = random.Random(case.seed)
@@ -480,6 +483,20 @@ def test_prompts_that_enter_a_running_batch_are_sampled_alike(monkeypatch: pytes
         check_shadow(case, single)
         for other in others:
             assert compare(case, single, other)
+
+
+def test_a_codec_whose_exact_entries_grow_in_number_is_replayed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No codec here has more of them than its residual at any time; one of somebody else's may."""
+
+    def keys_until(self: Kivi, before: int, seen: int) -> int:  # whole groups, of what is more than the residual
+        return before + max(seen - before - self.residual, 0) // self.group * self.group
+
+    monkeypatch.setattr(Kivi, "keys_until", keys_until)
+    case = replace(drawn_case(6), family="llama", policy="kivi:bits=4,group=8,residual=8", failing=0.0, room=40)
+    case = replace(case, dtype=torch.float64, told=(Told("decode", 53), Told("decode", 54)), fewest=1)
+    single, other = (Player(case, mode, monkeypatch).play() for mode in ("eager", "graph"))
+    assert compare(case, single, other)
+    assert other.replays
 
 
 @pytest.mark.slow

@@ -201,10 +201,10 @@ class FixedStep:
         """Return a key of everything that a captured CUDA graph fixes: addresses, shapes, and decisions of the host."""
         parts: list[Hashable] = [self._rows]
         for layer in self._cache.layers:
-            store, replaces = layer.store, layer.schedule in self._replacing
-            parts += [store.slots, store.uniform, replaces, layer.schedule in self._by_position]
+            store = layer.store
+            parts += [store.slots, store.uniform, layer.schedule in self._by_position]
             parts.append(layer.stepped is not None and layer.stepped.is_aligned)
-            if replaces:
+            if layer.schedule in self._replacing:  # no other key has two numbers here, so this tells it too
                 parts += [store.length, *_identity(store.evicted_at)]
             for tensor in layer.tensors():
                 parts += _identity(tensor)
@@ -218,7 +218,7 @@ class FixedStep:
         for layer in cache.layers:
             if layer.schedule in self._replacing:
                 layer.counts = layer.schedule.remaining
-                layer.store.ordered = layer.store.uniform = False
+                layer.store.ordered = False  # a replay calls no ``Store.replace``; evictions between may have sorted
                 continue
             layer.counts = layer.schedule.arrived
             if layer.stepped is None:
