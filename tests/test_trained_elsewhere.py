@@ -424,6 +424,19 @@ def test_an_adapter_over_another_model_is_refused_before_anything_runs(tmp_path:
     assert not folder.exists()
 
 
+def test_an_adapter_over_other_weights_of_the_same_name_is_refused(trained: Path, tmp_path: Path) -> None:
+    """Every run has a folder seed-1, so a name alone shows little where the named folder can be read."""
+    for part, refused in (("same", False), ("other", True)):
+        named = tmp_path / part / "embedded"
+        shutil.copytree(trained if refused else EMBEDDED, named)
+        folder = adapter(tmp_path / f"over-{part}", str(named))
+        if refused:
+            with pytest.raises(DataError, match="which is here and has other weights than the run's model 'embedded'"):
+                check_comparable(str(folder), load_model())
+        else:
+            check_comparable(str(folder), load_model())
+
+
 def test_an_adapter_with_another_tokenizer_or_template_is_refused(tmp_path: Path) -> None:
     folder = adapter(tmp_path / "adapter", "embedded")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

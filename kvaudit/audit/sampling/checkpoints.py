@@ -180,9 +180,18 @@ def _check_prompts(name_or_path: str, base: LoadedModel) -> None:
 def _check_base(folder: Path, name: str, base: LoadedModel) -> None:
     """Raise DataError if an adapter's config names another base model than the run's.
 
-    Folders move and hub ids are copied into caches, so only the last part of the name is compared.
+    If the folder that it names is on this machine, the weights are compared. Folders move and hub ids are copied into
+    caches, so otherwise only the last part of the name is.
     """
     base_name = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    named = to_path(str(base_name or ""))
+    if base_name and any(named.glob("*.safetensors")) and to_path(base.name).suffix != ".gguf":
+        if not holds_same_weights(named, locate(base.name)):
+            raise DataError(
+                f"adapter {name!r} was trained over {short_repr(base_name)}, which is here and has other weights than "
+                f"the run's model {base.name!r}; set model to that folder"
+            )
+        return
     if base_name and _last_part(str(base_name)) != _last_part(base.name):
         raise DataError(
             f"adapter {name!r} was trained over {short_repr(base_name)}, the run's model is {base.name!r}; set model "
