@@ -126,6 +126,13 @@ def test_one_cell_beside_itself_is_said(whole: Path) -> None:
     assert "Both sides are the same file" not in compared(whole, whole, *ARMS)[1]
 
 
+def test_a_copy_of_the_reference_is_said(tmp_path: Path) -> None:
+    one, other = (table(tmp_path / name, rows_of()) for name in ("plain.csv", "fp8.csv"))
+    assert "Both files hold the same results, row by row" in compared(one, other)[1]
+    lossy = table(tmp_path / "lossy.csv", rows_of(lost=(3,)))
+    assert "Both files hold" not in compared(one, lossy)[1]
+
+
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -240,6 +247,19 @@ def test_a_log_that_was_invalidated_is_no_result(tmp_path: Path) -> None:
     code, said = logs(tmp_path, invalidation={"reason": "wrong key"})
     assert code == 2
     assert "holds no row" in said
+
+
+def test_scores_that_somebody_edited_are_counted(tmp_path: Path) -> None:
+    edited = {"match": {"value": "C", "history": [{"value": "I"}, {"value": "C", "provenance": {"author": "me"}}]}}
+    plain, other = eval_log(tmp_path / "a.eval"), tmp_path / "b.json"
+    with zipfile.ZipFile(plain) as file:
+        samples = [json.loads(file.read(f"samples/{n}_epoch_1.json")) for n in range(100)]
+        header = json.loads(file.read("header.json"))
+    samples = [sample | {"scores": edited if number < 7 else sample["scores"]} for number, sample in enumerate(samples)]
+    other.write_text(json.dumps({"version": 2, **header, "samples": samples}))
+    said = compared(plain, other, "--cluster", "metadata.template")[1]
+    assert "b.json: 7 scores were edited after the run, and are compared as edited" in said
+    assert "a.eval: 7 scores" not in said
 
 
 def test_answers_without_the_metric_are_counted(tmp_path: Path) -> None:

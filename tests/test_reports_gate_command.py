@@ -446,3 +446,15 @@ def test_gate_fields_of_the_spec_are_checked_and_written_only_where_declared():
         with pytest.raises(SpecError) as caught:
             spec_with(gate)
         assert message in str(caught.value)
+
+
+def test_a_reader_that_stops_reading_changes_no_verdict(tmp_path, monkeypatch):
+    run = run_of(tmp_path / "run", drops={("smd", "refusal"): 0.3})
+
+    def stops(*args):
+        end = SystemExit(1)
+        end.__context__ = BrokenPipeError()  # as rich raises it
+        raise end
+
+    monkeypatch.setattr("kvaudit.audit.commands.report.print_verdict", stops)
+    assert call("gate", run).exit_code == 3

@@ -113,7 +113,11 @@ def gate(run: Runs, *, options: GateOptions, pin: PinFlag = False, out: PinOut =
         check_run(run[0])
         findings = decide_run(load_run(run[0]), overrides, everything=False)
         refuse_late_rules(findings.rules)  # a gate file that was written after the run began
-        print_verdict(wide_console(), findings)
+        try:
+            print_verdict(wide_console(), findings)
+        except SystemExit as end:  # from rich; a reader that stopped reading, such as `head`, changes no verdict
+            if not isinstance(end.__context__, BrokenPipeError):
+                raise
         raise typer.Exit(findings.verdict.exit_code)
 
 

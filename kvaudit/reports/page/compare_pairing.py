@@ -168,8 +168,12 @@ def _log_notes(a: Log, b: Log, metric: str) -> Iterator[str]:
             yield f"{log.path.name}: {len(log.problems)} lines were left out; the first: {log.problems[0]}"
         yield from (f"{log.path.name}: {note}" for note in log.notes)
         yield from _unscored_by(metric, log)
-    if a.path == b.path and a.rows.equals(b.rows):
-        yield "Both sides are the same cell of the same file: it was compared with itself."
+    if a.rows.equals(b.rows):
+        yield (
+            "Both sides are the same cell of the same file: it was compared with itself."
+            if a.path == b.path
+            else "Both files hold the same results, row by row: one may be a copy of the other."
+        )
     if differing := [name for name in a.prompts if a.prompts[name] != b.prompts.get(name, a.prompts[name])]:
         yield (
             f"The rendered prompts of {_some_names(differing)} differ between the sides: another chat template, or one "

@@ -181,7 +181,7 @@ class Inspect(Reader):
     def read(self, path: Path, request: Request) -> Log:
         """Return every score of every sample; a failed sample has no score under any scorer."""
         problems, shared = Problems(), SharedFields("metadata.")
-        scores, failed = CollectedScores(problems), list[Row]()
+        scores, failed, edited = CollectedScores(problems), list[Row](), 0
         with _JsonLog(path) if path.suffix == ".json" else Archive(path) as log:
             header = log.json(HEADER if HEADER in log else START)  # a recognised log has one of them
             for name in filter(_SAMPLE.match, log):
@@ -189,6 +189,7 @@ class Inspect(Reader):
                     sample = log.json(name)
                     item = _add(sample, request, scores, failed, f"{path.name}:{name}")
                     shared.add(item, sample.get("metadata"), sample.get("target"))
+                    edited += _count_edits(sample)
                 except (MissingPackage, TooLarge):  # they concern the whole log
                     raise
                 except DataError as error:
@@ -206,6 +207,7 @@ class Inspect(Reader):
             facts={name: str(about[name])[:200] for name in ("task", "model", "created") if name in about},
             unfinished=_unfinished(header, status),
             shared_fields=shared.names(),
+            notes=(f"{edited} scores were edited after the run, and are compared as edited",) if edited else (),
         )
 
 
@@ -310,6 +312,13 @@ def _add(sample: Mapping[str, Any], request: Request, scores: CollectedScores, f
         for metric, value in _values(scorer, score):
             scores.add(row._replace(metric=metric_name(metric)), value, place)
     return item
+
+
+def _count_edits(sample: Mapping[str, Any]) -> int:
+    """Return how many scores of a sample have a history, which Inspect writes when somebody edits a score."""
+    scores = sample.get("scores")
+    every = scores.values() if isinstance(scores, dict) else ()
+    return sum(isinstance(score, dict) and bool(score.get("history")) for score in every)
 
 
 def _values(scorer: str, score: Any) -> Iterator[tuple[str, Any]]:
