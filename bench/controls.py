@@ -37,6 +37,7 @@ from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.core.files import write_json
+from kvaudit.core.provenance import INPUTS, inputs_sha256
 from kvaudit.core.records import Item, Outcome, Record
 from kvaudit.core.spec import RunSpec, parse_spec
 from kvaudit.core.spec_evaluate import SuiteSpec
@@ -147,6 +148,7 @@ def copy_run(
     size = Size(items=next(iter(source.spec.evaluate.suites.values())).items)
     run = open_run(target, spec_of(size, policies), resume=False)
     pairs = [(old, new) for old, names in arms.items() for new in names]
+    inputs = inputs_sha256(run.provenance().get(INPUTS))
     for old, new in pairs:
         for policy in served_policies(run.spec):
             for suite in SUITE_NAMES:
@@ -155,10 +157,13 @@ def copy_run(
                 copies = [replace(row, arm=new) for row in rows]
                 if change is not None and new == RERUN:
                     copies = [change(row) for row in copies]
-                _seal(UnitFiles.of(run.records, Unit(new, 0, policy, suite, CONTEXT)), copies)
+                _seal(UnitFiles.of(run.records, Unit(new, 0, policy, suite, CONTEXT)), copies, inputs)
     weights = source.provenance()["base_sha256"]
     kinds = {suite: SUITES.get(suite).kind for suite in SUITE_NAMES}
+    hashes = {policy.canonical: policy.hash for policy in served_policies(run.spec)}
+    versions = {suite: SUITES.get(suite).version for suite in SUITE_NAMES}
     run.note(base_sha256=weights, reference_sha256={"0": weights}, suite_kinds=kinds)
+    run.note(policies=hashes, suite_versions=versions)
     run.note(checkpoints={f"{new}/0": weights for _, new in pairs if new != BASE})
     return target
 
@@ -185,10 +190,11 @@ def spoil_templates(templates: frozenset[str], spoil: Spoil) -> Change:
     return change
 
 
-def _seal(files: UnitFiles, rows: Sequence[Record]) -> None:
+def _seal(files: UnitFiles, rows: Sequence[Record], inputs: str | None) -> None:
     text = "".join(row.to_json() + "\n" for row in rows).encode()
     files.records.write_bytes(text)
     seal = {"records": len(rows), "sha256": hashlib.sha256(text).hexdigest(), "checkpoint": rows[0].checkpoint}
+    seal["inputs"] = inputs
     write_json(files.seal, seal)
 
 
