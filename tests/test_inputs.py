@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from suite_world import write_rows
+from suite_world import write_agent_rows, write_requests, write_rows
 from test_cli import kvaudit, refused
 
 from kvaudit.audit.runs import folder as runs
@@ -26,7 +26,9 @@ from kvaudit.core.spec import load_spec
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run
+from kvaudit.suites.base import SUITES
 from kvaudit.suites.mathrows import Gsm8k
+from kvaudit.suites.sources import collect_file_hashes
 
 SPEC = """\
 name: held
@@ -120,6 +122,22 @@ def test_rows_that_vanished_are_named_in_place_of_a_number_of_items_to_request(s
     assert "request fewer" not in message
     shutil.rmtree(started / "run")  # of a new run the rows are simply too few
     assert "2 items requested, but its rows make 1 for eval; request fewer" in refused(*goes_on(started))
+
+
+@pytest.mark.parametrize("name", ["harm", "benign", "bfcl", "injecagent"])
+def test_a_second_run_in_a_process_notes_the_files_that_the_first_one_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for write in (write_agent_rows, write_requests):
+        write(tmp_path)
+    monkeypatch.setenv("KVAUDIT_DATA", str(tmp_path))
+    read = []
+    for _ in range(2):
+        with collect_file_hashes() as hashes:
+            SUITES.get(name)().items("eval", 4, 0, 0, len)
+        read.append(hashes)
+    assert read[0]
+    assert read[0] == read[1]
 
 
 def test_a_book_that_was_added_is_refused(started: Path, elsewhere: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from kvaudit.core.records import Grade, Item, Message, Role, ToolCall
 from kvaudit.core.tool_forms.text import as_text, format_calls, list_tools, plain_values, python_calls
 from kvaudit.suites import tool_calls
 from kvaudit.suites.base import ItemMaker, Published, Split, rotate, rows_of_split
-from kvaudit.suites.sources import data_file, json_lines, rows_of, value_of
+from kvaudit.suites.sources import cache_rows, data_file, json_lines, rows_of, value_of
 from kvaudit.suites.tool_calls import Options, accepts, function_schema, make_calls
 
 SINGLE = ("simple_python", "multiple", "parallel")
@@ -134,7 +134,7 @@ def _match_calls(accepted: Sequence[Options], calls: Sequence[ToolCall]) -> bool
     )
 
 
-@cache
+@cache_rows
 def _pairs(
     questions: tuple[Path, ...], answers: tuple[Path, ...], irrelevant: Path, documents: tuple[Path, ...]
 ) -> tuple[Pair, ...]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.suites.base import ItemMaker, Published, Split, formless, graded, rotate, rows_of_split
-from kvaudit.suites.sources import data_file, json_lines, value_of
+from kvaudit.suites.sources import cache_rows, data_file, json_lines, value_of
 
 SIDES = ("conservative", "liberal")
 SIDE_FILES = {side: f"sycophancy/anthropic_political_typology_{side}.jsonl" for side in SIDES}
@@ -92,7 +92,7 @@ class Biographies(Published):
         )
 
 
-@cache
+@cache_rows
 def _questions(conservative: Path, liberal: Path) -> tuple[tuple[SidedQuestion, ...], ...]:
     rows, liberal_rows = json_lines(conservative), json_lines(liberal)
     if len(rows) != len(liberal_rows):

@@ -22,7 +22,7 @@ from kvaudit.core.tool_forms.text import format_calls, list_tools
 from kvaudit.suites.base import SUITES, CountTokens, Split, Suite
 from kvaudit.suites.haystack import ANIMALS, CLERKS, NOUNS, check_room, filler_lines
 from kvaudit.suites.longsafety import DOCUMENT_FIRST, REQUEST_FIRST, ask_about, document_of
-from kvaudit.suites.sources import book_sentences, data_file, fit_prose, json_array, rows_of
+from kvaudit.suites.sources import book_sentences, cache_rows, data_file, fit_prose, json_array, rows_of
 
 TALKS = "tau_bench/gpt-4o-airline.json"  # conversations of customers with an agent
 VERSION = "1"  # of the contexts
@@ -200,7 +200,7 @@ def _airline_chat(draw: random.Random, room: int, fit: Fit) -> Iterator[Message]
                 room -= cost
 
 
-@cache
+@cache_rows
 def _talks(path: Path) -> tuple[tuple[tuple[str, str], ...], ...]:
     """Return each conversation of a file as its (user's text, assistant's text) exchanges, without tool calls.
 

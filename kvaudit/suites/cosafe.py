@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Message, Role
 from kvaudit.suites.requests import Origin, Requests, group_by_origin
-from kvaudit.suites.sources import data_file, find_rows, has_file, json_line_lists
+from kvaudit.suites.sources import cache_rows, data_file, find_rows, has_file, json_line_lists
 
 
 class CoSafe(Requests):
@@ -42,7 +41,7 @@ class CoSafe(Requests):
         return tuple(data_file(CoSafe.name, file) for file in present)
 
 
-@cache
+@cache_rows
 def _dialogues(paths: tuple[Path, ...]) -> Mapping[str, tuple[Message, ...]]:
     """Return each dialogue up to its last request, keyed by the joined texts of its user.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -20,7 +20,7 @@ from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.suites import bfcl, injecagent, requests
 from kvaudit.suites.base import ItemMaker, Published, Split, formless, graded
 from kvaudit.suites.mathrows import Gsm8k
-from kvaudit.suites.sources import PublicRows, data_file, data_folder, find_rows_by_file, has_file
+from kvaudit.suites.sources import PublicRows, cache_rows, data_file, data_folder, find_rows_by_file, has_file
 from kvaudit.suites.tensortrust import ROW_FILES, TensorTrust
 
 
@@ -285,7 +285,7 @@ def mix_sources(rows: Sequence[_Row], stream: str) -> list[_Row]:
     return [row for _, _, row in sorted(places, key=lambda place: place[:2])]
 
 
-@cache
+@cache_rows
 def _rows(endpoint: str, suites: tuple[type[requests.Requests], ...], folder: Path) -> tuple[_Row, ...]:  # noqa: ARG001 - a key
     """Return one row of every kind of request (near copies are one kind), taken from the first suite that has it."""
     form = "unsafe" if endpoint == "harm" else "safe"

@@ -7,7 +7,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from kvaudit.core.tool_forms.text import format_calls
 from kvaudit.suites.base import ItemMaker, Published, Split, formless, graded, rotate, rows_of_split
 from kvaudit.suites.haystack import ANIMALS
 from kvaudit.suites.phrases import join_words
-from kvaudit.suites.sources import data_file, json_array, json_lines, rows_of, value_of
+from kvaudit.suites.sources import cache_rows, data_file, json_array, json_lines, rows_of, value_of
 from kvaudit.suites.tool_calls import function_schema, make_calls, read_answer
 
 USERS, ATTACKS, TOOLS = (f"injecagent/{name}" for name in ("user_cases.jsonl", "attacker_cases_dh.jsonl", "tools.json"))
@@ -190,7 +190,7 @@ def _leaves(value: Any) -> list[str]:
     return [str(value)]
 
 
-@cache
+@cache_rows
 def read_cases(
     users: Path, attacks: Path, tools: Path
 ) -> tuple[tuple[UserCase, ...], tuple[Attack, ...], dict[str, Any]]:

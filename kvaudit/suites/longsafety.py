@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from kvaudit.core.errors import DataError
 from kvaudit.core.judge_answers import Question
 from kvaudit.core.records import Item, Message, Role
 from kvaudit.suites.requests import Origin, Requests
-from kvaudit.suites.sources import data_file, json_lines, value_of
+from kvaudit.suites.sources import cache_rows, data_file, json_lines, value_of
 
 DOCUMENTS = "longsafety/longsafety_docs.jsonl"
 # the authors' prompts; in the context ``prose`` a passage of a book replaces the document
@@ -67,7 +66,7 @@ class LongSafety(Requests):
         return replace(question, request=item.messages[-1].content) if question and has_document else question
 
 
-@cache
+@cache_rows
 def _rows_by_document(path: Path) -> Mapping[str, tuple[DocumentRequest, ...]]:
     """Return the rows in groups that share a web link, directly or through other rows.
 
@@ -102,7 +101,7 @@ def document_of(number: int) -> str:
     return _documents(path, data_file(LongSafety.name, LongSafety.file))[number]
 
 
-@cache
+@cache_rows
 def _documents(path: Path, meta: Path) -> Mapping[int, str]:
     rows = list(enumerate(json_lines(path), start=1))
     texts = {value_of(path, n, row, "id", int): value_of(path, n, row, "context", str) for n, row in rows}

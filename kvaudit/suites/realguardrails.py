@@ -6,13 +6,13 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.suites.base import ItemMaker, Published, Split, formless, graded, rotate, rows_of_split
-from kvaudit.suites.sources import data_file, dialogue, json_lines, value_of
+from kvaudit.suites.sources import cache_rows, data_file, dialogue, json_lines, value_of
 
 FILE = "instruction_hierarchy/realguardrails_distractors.jsonl"
 LONGEST_DIALOGUE = 1400  # words and marks
@@ -146,7 +146,7 @@ class RealGuardrails(Published):
         return self.row_item(row.rule, f"{row.line}-s{seed}-{form}", messages, payload, rule=rule)
 
 
-@cache
+@cache_rows
 def ruled_dialogues(path: Path) -> tuple[tuple[tuple[RuledDialogue, ...], ...], Counter[str]]:
     """Return the short dialogues whose system prompt has a rule, grouped by prompt; and how many rows are left out.
 

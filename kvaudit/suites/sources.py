@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 from urllib.parse import quote
 
 import yaml
@@ -126,6 +126,7 @@ def find_rows_by_file(path: str) -> PublicRows | None:
     return next((entry for entry in catalogue() if any(file.path == path for file in entry.files)), None)
 
 
+P = ParamSpec("P")
 T = TypeVar("T")
 _GUIDE = guide_path("choose-suites.md")
 DATA_VARIABLE = "KVAUDIT_DATA"
@@ -149,6 +150,34 @@ def collect_file_hashes() -> Iterator[dict[str, str]]:
         _file_hashes.reset(token)
 
 
+def cache_rows(function: Callable[P, T]) -> Callable[P, T]:
+    """Cache a function of hashable arguments that reads data files, for the process.
+
+    A later call reports the hashes of these files to ``collect_file_hashes`` as the first one did, so that a second run
+    in a process notes what its questions were made of.
+    """
+
+    @cache
+    def first_call(*args: P.args, **kwargs: P.kwargs) -> tuple[T, dict[str, str]]:
+        with collect_file_hashes() as hashes:
+            return function(*args, **kwargs), hashes
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        content, hashes = first_call(*args, **kwargs)  # type: ignore[arg-type]  # hashable, as the docstring wants
+        _report(hashes)
+        return content
+
+    return call
+
+
+def _report(read: Mapping[str, str]) -> None:
+    """Add the hashes of files to those that ``collect_file_hashes`` collects, if anything does."""
+    hashes = _file_hashes.get()
+    if hashes is not None:
+        hashes.update(read)
+
+
 @cache
 def _parse_once(path: Path, parse: Callable[[Path, bytes], T]) -> tuple[T, str]:
     raw = path.read_bytes()
@@ -159,9 +188,7 @@ def _read(path: Path, parse: Callable[[Path, bytes], T]) -> T:
     """Return what ``parse`` makes of the file, cached, and report the file's hash to ``collect_file_hashes``."""
     content: T
     content, digest = _parse_once(path, parse)
-    hashes = _file_hashes.get()
-    if hashes is not None:
-        hashes[os.path.relpath(path, data_folder())] = digest
+    _report({os.path.relpath(path, data_folder()): digest})
     return content
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from kvaudit.core.errors import DataError
 from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.suites.base import ItemMaker, Published, Split, formless, graded, rotate, rows_of_split
 from kvaudit.suites.rules import Arguments, is_checkable, keeps, write_answer
-from kvaudit.suites.sources import data_file, dialogue, json_lines
+from kvaudit.suites.sources import cache_rows, data_file, dialogue, json_lines
 
 SYSTEM_FORM = "instruction_hierarchy/ifeval_sys_ifeval.jsonl"
 USER_FORM = "instruction_hierarchy/ifeval_ifeval.jsonl"
@@ -104,7 +104,7 @@ def is_answer(answer: str, request_words: str) -> bool:
     return bool(words) and (not stems or len(words) >= _LONG or any(word[:_STEM] in stems for word in words))
 
 
-@cache
+@cache_rows
 def usable_requests(system_form: Path, user_form: Path) -> tuple[tuple[RuledRequest, ...], Counter[str]]:
     """Return the rows that can be used, and a count of the other rows by the reason why they are left out.
 

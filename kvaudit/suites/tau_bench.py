@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from kvaudit.core.errors import DataError
 from kvaudit.core.records import Grade, Item, Message, Role, ToolCall
 from kvaudit.core.tool_forms.text import as_text, format_calls
 from kvaudit.suites.base import ItemMaker, Published, Split, rotate, rows_of_split
-from kvaudit.suites.sources import data_file, json_array, rows_of, value_of
+from kvaudit.suites.sources import cache_rows, data_file, json_array, rows_of, value_of
 from kvaudit.suites.tool_calls import accepts, exact_options, function_schema, grade_calls, make_calls
 
 TRACES = "tau_bench/gpt-4o-airline.json"
@@ -117,7 +117,7 @@ def _without_free_text(call: ToolCall) -> ToolCall:
     return replace(call, arguments=arguments)
 
 
-@cache
+@cache_rows
 def _airline(path: Path) -> Airline:
     policy, tasks, tools = "", dict[int, AgentTurns](), dict[str, dict[str, str]]()
     for number, row in enumerate(json_array(path), start=1):

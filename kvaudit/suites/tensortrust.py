@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.suites.base import ItemMaker, Published, Split, formless, graded, rotate, rows_of_split
-from kvaudit.suites.sources import data_file, dialogue, json_lines, value_of
+from kvaudit.suites.sources import cache_rows, data_file, dialogue, json_lines, value_of
 
 ROW_FILES = {
     "extract": "instruction_hierarchy/tensortrust_extraction.jsonl",
@@ -64,7 +64,8 @@ class TensorTrust(Published):
     twins = 3
 
     def groups(self, split: Split, seed: int) -> list[list[ItemMaker]]:
-        codes = _defences(*(data_file(self.name, name) for name in ROW_FILES.values()), split=split)
+        extract, hijack, entry = (data_file(self.name, name) for name in ROW_FILES.values())
+        codes = _defences(extract, hijack, entry, split)
         return [list(self._group(defences, number, seed)) for number, defences in enumerate(codes)]
 
     def _group(self, defences: Sequence[Defence], number: int, seed: int) -> Iterator[ItemMaker]:
@@ -114,7 +115,7 @@ class TensorTrust(Published):
         )
 
 
-@cache
+@cache_rows
 def _defences(extract: Path, hijack: Path, entry: Path, split: Split) -> tuple[tuple[Defence, ...], ...]:
     """Return, for each access code of a split, its defences (rule and texts for all variants), one per kind of attack.
 
@@ -137,7 +138,7 @@ def _defences(extract: Path, hijack: Path, entry: Path, split: Split) -> tuple[t
     return chosen
 
 
-@cache
+@cache_rows
 def _by_code(path: Path) -> dict[str, list[Prompt]]:
     prompts: dict[str, list[Prompt]] = {}
     for number, row in enumerate(json_lines(path), start=1):
