@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -74,7 +74,7 @@ _TEXTS = (
 )
 _TABLES = (
     *("versions", "host", "policies", "suite_kinds", "suite_versions", "checkpoints", "reference_sha256"),
-    *(REWARD_JUDGES, ENDPOINT_REQUESTS, ENDPOINT, STOPPED, DEFAULT_MARGINS, PROMPTS, LOADED),
+    *(REWARD_JUDGES, ENDPOINT_REQUESTS, ENDPOINT, STOPPED, DEFAULT_MARGINS, PROMPTS, LOADED, NOISE),
 )
 _FINISHED = {"files": "", "ledgers": "ledgers"}  # key of a checkpoint's provenance -> folder of the files it lists
 
@@ -183,6 +183,11 @@ def all_looks(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """
     looks = table_of(provenance, LOOKS)
     return [table_of(looks, name) for name in sorted((name for name in looks if name.isdigit()), key=int)]
+
+
+def seconds_of(looks: Iterable[Mapping[str, Any]]) -> float:
+    """Return the seconds that the rounds before these looks took together."""
+    return sum(float(look.get("seconds", 0.0)) for look in looks)
 
 
 def seal_looks(provenance: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from kvaudit.audit.commands.base import (
 from kvaudit.core.errors import DataError, SpecError, UnknownName
 from kvaudit.core.files import write_output
 from kvaudit.core.policy_names import DENSE_POLICY
-from kvaudit.core.provenance import MADE_UP, PILOT, PILOT_RESULT, all_looks
+from kvaudit.core.provenance import MADE_UP, PILOT, PILOT_RESULT, all_looks, seconds_of
 from kvaudit.core.text import clip, inline, shipped_folder
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def run_check(
     data = load_run(run.path)
     findings = write_decided_run(data, decide_run(data))
     note = " (made-up questions)" if plan.made_up else ""
-    spent = sum(float(look.get("seconds", 0.0)) for look in all_looks(data.provenance)) / 60
+    spent = seconds_of(all_looks(data.provenance)) / 60
     # a first look that took longer than its limit leaves nothing of three times that limit
     longer = replace(options, minutes=max(_MORE_TIME * plan.minutes, math.ceil(2 * spent))).command(model)
     context = TerminalExtras(

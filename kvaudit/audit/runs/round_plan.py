@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvaudit.core.facets import facet_of
-from kvaudit.core.provenance import LOOKS, PLANNED, TIME_SPENT, table_of
+from kvaudit.core.provenance import LOOKS, PLANNED, TIME_SPENT, seconds_of, table_of
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_evaluate import FIRST_LOOK, PILOT_ITEMS
 from kvaudit.reports.stats.betting import decidable_churn, smallest_margin
@@ -106,7 +106,7 @@ def corrected_items(
     """
     asked, seconds = table_of(looks[-1], "items"), _measured_seconds(plan, looks)
     more = {suite: plan.at_hand.get(suite, rows) - rows for suite, rows in asked.items() if suite in gated}
-    seconds_left = 60 * minutes - _seconds_spent(looks)
+    seconds_left = 60 * minutes - seconds_of(looks)
     needed = sum(rows * seconds.get(suite, 0.0) for suite, rows in more.items())
     share = min(1.0, max(0.0, seconds_left / needed)) if needed else 1.0
     return {suite: asked.get(suite, rows) + int(share * more.get(suite, 0)) for suite, rows in plan.items.items()}
@@ -143,7 +143,7 @@ def next_round(
             return UNMEASURABLE  # only a model with nothing to lose is planned to get no more than the pilot's rows
         is_all_asked = all(asked[suite] == plan.at_hand.get(suite, asked[suite]) for suite in undecided)
         return ROWS_SPENT if is_all_asked else TIME_SPENT
-    seconds_left, row_seconds = 60 * minutes - _seconds_spent(looks), _measured_seconds(plan, looks)
+    seconds_left, row_seconds = 60 * minutes - seconds_of(looks), _measured_seconds(plan, looks)
     seconds = {suite: len(suite_rows) * row_seconds.get(suite, 0.0) for suite, suite_rows in rows.items()}
     if max(asked.values(), default=0) < first or sum(seconds.values()) <= seconds_left:
         return rows
@@ -162,15 +162,11 @@ def _reason_to_end(statuses: Mapping[str, str], rows: int, first: int) -> str | 
 
 def _measured_seconds(plan: RowsPlan, looks: Sequence[Mapping[str, Any]]) -> Mapping[str, float]:
     """Return the seconds per row by suite: the plan's, scaled by how much slower the rounds so far have been."""
-    spent = _seconds_spent(looks)
+    spent = seconds_of(looks)
     rows: Mapping[str, int] = table_of(looks[-1], "items") if looks else {}
     planned = sum(number * plan.seconds.get(suite, 0.0) for suite, number in rows.items())
     slower = spent / planned if planned and spent else _OVERHEAD
     return {suite: slower * seconds for suite, seconds in plan.seconds.items()}
-
-
-def _seconds_spent(looks: Sequence[Mapping[str, Any]]) -> float:
-    return sum(float(look.get("seconds", 0.0)) for look in looks)
 
 
 def plan_lines(plan: RowsPlan, spec: RunSpec) -> Iterator[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvaudit.core.facets import suite_of
-from kvaudit.core.provenance import ENDED, LOOKS, PLANNED, TIME_SPENT, all_looks, table_of
+from kvaudit.core.provenance import ENDED, LOOKS, PLANNED, TIME_SPENT, all_looks, seconds_of, table_of
 from kvaudit.core.text import clip, inline
 from kvaudit.reports.page.answers import change_text, severity_order, subject_of
 from kvaudit.reports.page.findings import Findings
@@ -143,7 +143,7 @@ def _rounds_lines(findings: Findings) -> Iterator[str]:
     if looks:
         table = table_of(findings.provenance, LOOKS)
         counts = ", ".join(f"{rows} of {suite}" for suite, rows in table_of(looks[-1], "items").items())
-        minutes = sum(float(look.get("seconds", 0.0)) for look in looks) / 60
+        minutes = seconds_of(looks) / 60
         why = table.get(ENDED, "it was stopped")
         yield f"asked: {counts} on each side, {plural(len(looks), 'look')}, {minutes:.1f} minutes; {why}"
         for suite, reason in table_of(table_of(table, PLANNED), "left_out").items():

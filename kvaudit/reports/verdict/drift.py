@@ -112,7 +112,7 @@ def drift_of(data: RunData, comparison: Comparison, alpha: float, facets: CellFi
 def _with_stored_noise(c: Contrast, noise: Mapping[str, str]) -> Contrast:
     """Return the contrast; with the sentence that the run stored if an engine's noise hides its setting."""
     text = noise.get(c.policy)
-    return c if text is None or c.noise is not None else replace(c, noise=Reason(ReasonCode.NOISE, text))
+    return c if text is None or c.noise is not None else replace(c, noise=Reason(ReasonCode.NOISE, str(text)))
 
 
 def hidden_by_noise(data: RunData, comparison: Comparison) -> dict[str, str]:

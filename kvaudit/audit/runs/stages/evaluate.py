@@ -87,7 +87,7 @@ class EvaluateStage(Stage):
     def _note_noise(self) -> None:
         """Store which settings of engines their noise hides, for reports in which the repeated answers are missing."""
         run = self.context.run
-        if self._floor.is_due:
+        if self._floor.is_due and NOISE not in run.provenance():  # it follows from the repeated rows, which stay
             data = load_run(run.path)
             run.note(**{NOISE: hidden_by_noise(data, declared_rules(data, GateOverrides())[0])})
 
