@@ -320,20 +320,8 @@ def _some_names(names: Sequence[str]) -> str:
 
 # words that begin so name something of which less is better
 _HARMS = (
-    *(
-        "abuse",
-        "abusive",
-        "adversar",
-        "agentharm",
-        "attack",
-        "backdoor",
-        "bias",
-        "blackmail",
-        "breach",
-        "bypass",
-        "cheat",
-        "coerc",
-    ),
+    *("abuse", "abusive", "adversar", "agentharm", "attack", "backdoor", "bias", "blackmail", "breach", "bypass"),
+    *("cheat", "coerc"),
     *("complian", "complied", "complies", "comply", "criminal", "danger", "decei", "decept", "disclos", "discriminat"),
     *("dishonest", "evad", "evasion", "exfil", "exploit", "extract", "fabricat", "fraud", "hack", "hallucin", "harm"),
     *("hate", "hazard", "hijack", "illegal", "imperson", "infring", "inject", "insult", "jailbr", "leak", "malicious"),

@@ -153,7 +153,7 @@ def _judge_remarks(findings: Decided) -> Iterator[str]:
     gated = {suite_of(d.suite) for d in findings.verdict.gated}
     if suites := ", ".join(suite for suite in sides.by_phrases if suite in gated):
         grades = f"Phrase rules grade ({PHRASE_ERRORS}): {suites}"
-        yield f"{grades}. People labelled those 100; make no claim from such grades."
+        yield f"{grades}. The errors are of answers that people labelled; make no claim from such grades."
 
 
 def _label_remarks(findings: Decided) -> Iterator[str]:

@@ -229,7 +229,8 @@ def idle_cells(cells: Iterable[Cell], provenance: Mapping[str, Any]) -> dict[tup
     Policies that hold every entry and read only a part cannot be recognised by bytes and are left out, if the run
     records which ones these are.
     """
-    selecting = provenance.get("selecting_policies") or []
+    selecting = provenance.get("selecting_policies")
+    selecting = selecting if isinstance(selecting, list) else []
     by_place = {(c.arm, c.policy, c.suite, c.context_tokens): c for c in cells}
     return {
         place: cell
@@ -347,9 +348,7 @@ class Contrast(CellName):
     worst: float | None = None
     best: float | None = None
     reasons: tuple[Reason, ...] = ()
-    noise: Reason | None = field(
-        default=None, compare=False, repr=False
-    )  # not shown that the setting acts; not written
+    noise: Reason | None = field(default=None, compare=False, repr=False)  # why a PASS would not hold; not written
     look: Look | None = field(default=None, compare=False, repr=False)  # of a run in rounds; not written
     rates: Rates | None = None  # of alike, deployed and serving: an interaction has four sides
     unread: Rates | None = None  # of the same: shares of answers that could not be read or scored
