@@ -27,35 +27,46 @@ if TYPE_CHECKING:
 
 MOST_METRICS = 2  # one for each of two judges
 
+Margins = Annotated[
+    list[str] | None,
+    option(
+        metavar="POINTS",
+        help="Largest tolerated drop, in percentage points. Default: 5. Repeat as NAME=POINTS for a suite or a "
+        "facet of kvaudit records (refusal.unsafe=3), which then counts for the verdict too.",
+    ),
+]
+Ratios = Annotated[
+    list[str] | None,
+    option(
+        metavar="NAME=TIMES",
+        help="Instead of a margin: largest tolerated ratio of an unwanted event's rates, candidate to reference, "
+        "such as agent.attack_success=1.1. May be repeated.",
+    ),
+]
+Clusters = Annotated[
+    str | None,
+    option(
+        help="How to find items that share a template: a field of the file's rows, re:PATTERN on the item name, "
+        "or file:MAP.csv with columns item and cluster."
+    ),
+]
+Selection = Annotated[
+    list[str] | None,
+    option(
+        metavar="NAME=VALUE",
+        help="If A is a run: the part to compare, by arm=, policy=, seed=, suite=, context=. May be repeated.",
+    ),
+]
+
 
 def compare(
     reference: Annotated[Path, argument(metavar="A", help="Result file or run folder of the reference.")],
     candidate: Annotated[Path, argument(metavar="B", help="Result file or run folder of the candidate.")],
     *,
-    margin: Annotated[
-        list[str] | None,
-        option(
-            metavar="POINTS",
-            help="Largest tolerated drop, in percentage points. Default: 5. Repeat as NAME=POINTS for a suite or a "
-            "facet of kvaudit records (refusal.unsafe=3), which then counts for the verdict too.",
-        ),
-    ] = None,
-    ratio: Annotated[
-        list[str] | None,
-        option(
-            metavar="NAME=TIMES",
-            help="Instead of a margin: largest tolerated ratio of an unwanted event's rates, candidate to reference, "
-            "such as agent.attack_success=1.1. May be repeated.",
-        ),
-    ] = None,
+    margin: Margins = None,
+    ratio: Ratios = None,
     alpha: Annotated[float, typer.Option(help="One-sided significance level.")] = 0.05,
-    cluster: Annotated[
-        str | None,
-        option(
-            help="How to find items that share a template: a field of the file's rows, re:PATTERN on the item name, "
-            "or file:MAP.csv with columns item and cluster."
-        ),
-    ] = None,
+    cluster: Clusters = None,
     items_are_independent: Annotated[
         bool,
         typer.Option(
@@ -72,13 +83,7 @@ def compare(
         bool,
         typer.Option("--higher-is-better", help="A score of 1 is good, although the metric's name is harm."),
     ] = False,
-    select_a: Annotated[
-        list[str] | None,
-        option(
-            metavar="NAME=VALUE",
-            help="If A is a run: the part to compare, by arm=, policy=, seed=, suite=, context=. May be repeated.",
-        ),
-    ] = None,
+    select_a: Selection = None,
     select_b: Annotated[list[str] | None, option(metavar="NAME=VALUE", help="The same for B.")] = None,
     out: Annotated[Path | None, option(help="Folder to write the report to.")] = None,
 ) -> None:

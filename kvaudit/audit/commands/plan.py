@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -64,14 +64,7 @@ def plan(
     """
     with user_errors():
         if run is not None:
-            if not run.is_dir():
-                raise SpecError(
-                    f"{str(run)[:80]!r} is no folder of a finished run; plan takes no spec: leave it out and give the "
-                    "design by options"
-                )
-            if names := _typed_options(context):
-                raise SpecError(f"the sizes of RUN come from the run itself; leave out {', '.join(names)}")
-            _plan_next(run)
+            _plan_next(run, _typed_options(context))
             return
         from kvaudit.reports.verdict.sizes import Design, with_ratio
 
@@ -104,8 +97,18 @@ def _typed_options(context: typer.Context) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in typed]
 
 
-def _plan_next(path: Path) -> None:
-    """Print a line for every gated cell of a run (suite under a policy): its size, and how many templates decide it."""
+def _plan_next(path: Path, typed_options: Sequence[str]) -> None:
+    """Print a line for every gated cell of a run (suite under a policy): its size, and how many templates decide it.
+
+    Raises SpecError if ``path`` is no folder, or if options of a plan without a run were typed.
+    """
+    if not path.is_dir():
+        raise SpecError(
+            f"{str(path)[:80]!r} is no folder of a finished run; plan takes no spec: leave it out and give the "
+            "design by options"
+        )
+    if typed_options:
+        raise SpecError(f"the sizes of RUN come from the run itself; leave out {', '.join(typed_options)}")
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decide_run
     from kvaudit.reports.verdict.family import gated_cells
