@@ -3,7 +3,7 @@
     python -m bench.grid    # the embedded model at 192 tokens
     python -m bench.grid --model DIR --context 2048 --items 4 --turns 5
 
-Takes 2 minutes for the embedded model; results: docs/results/bench.md and docs/results/growth.md.
+Takes 2 minutes for the embedded model; results: docs/results/bench.md.
 
 The same items are asked under the same six policies, by an evaluator that has all units at once and by one that has one
 at a time, in turns. Budgets are a quarter of the context, and all policies but ``none`` take a prompt in one chunk.

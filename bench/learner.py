@@ -2,7 +2,7 @@
 
     python -m bench.learner
 
-Takes 1 minute; results: docs/results/bench.md and docs/results/growth.md. Both views read the same rollouts, in turns.
+Takes 1 minute; results: docs/results/bench.md. Both views read the same rollouts, in turns.
 """
 
 from __future__ import annotations

@@ -148,25 +148,6 @@ def test_shared_prompts_and_neighbours_change_nothing(model: LoadedModel) -> Non
     assert min(float((a - b).abs().max()) for a, b in zip(together, dense, strict=True)) > 1e-6
 
 
-def test_a_row_that_is_passed_whole_reads_what_it_reads_behind_its_prompt(model: LoadedModel) -> None:
-    shape = (model.model.config.num_hidden_layers, kv_heads(model.model.config))
-    size = model.model.config.hidden_size // model.model.config.num_attention_heads
-    draws = torch.Generator().manual_seed(4)
-
-    def wrote(row: Rollout) -> Rollout:
-        own = [torch.randn(*shape, len(row.ids) - 1, size, generator=draws, dtype=torch.float64) for _ in range(2)]
-        return replace(row, written=(own[0], own[1]))
-
-    for coded in (rows(model, CODED), [wrote(row) for row in rows(model, CODED)]):
-        with torch.no_grad():
-            found, valid = suffix_logits(model.model, coded, group=2, view="shadow", whole_rows=True)
-        behind = logits(model, coded, 2)
-        for row, own, there, wanted in zip(coded, found, valid, behind, strict=True):
-            assert int(there.sum()) == len(row.ids) - 1
-            mine = own[there][row.prompt_length - 1 :]
-            assert float((mine - wanted).abs().max()) < 1e-12
-
-
 def test_it_is_the_error_of_coding_that_is_the_engines_and_the_numbers_are_the_learners(model: LoadedModel) -> None:
     plain = rollout(model, 40, 20, 3, EXACT)
     config = model.model.config
@@ -237,14 +218,11 @@ def test_turns_are_rows_of_their_own_and_their_tokens_stay_in_order(model: Loade
     assert rollouts[1].turns == ()
     one_by_one = [turn for rollout in rollouts for turn in rollout.engine_turns]
     with torch.no_grad():
-        read = [
-            read_tokens(model.model, rollouts, 1, "shadow", 1.0, whole_rows=apart).logprobs for apart in (False, True)
-        ]
+        read = read_tokens(model.model, rollouts, 1, "shadow", 1.0).logprobs
         wanted = torch.cat([read_tokens(model.model, [turn], 1, "shadow", 1.0).logprobs for turn in one_by_one])
         whole = read_tokens(model.model, rollouts, 1, "dense", 1.0).logprobs
     assert len(wanted) == 7 + 12 + 5 == sum(int(rollout.sampled.sum()) for rollout in rollouts)
-    for found in read:
-        assert float((found - wanted).abs().max()) < 1e-9
+    assert float((read - wanted).abs().max()) < 1e-9
     assert float((whole - wanted).abs().max()) > 1e-3
     unread = RolloutTokens(ids(3))
     unread.add_sampled(DrawnRollout((5, 6), "stop", (-1.0, -1.0), None))
@@ -259,13 +237,12 @@ def test_a_microbatch_of_turns_holds_no_more_than_its_limit(model: LoadedModel) 
         return replace(rollout(model, length - 5 * turns, 5 * turns, 1), turns=tuple(own) if turns > 1 else ())
 
     rows = [talk(6, 60), talk(5, 58), talk(1, 300), talk(1, 290), talk(6, 200), talk(6, 190)]
-    for apart in (False, True):
-        micros = microbatches(rows, 2, 3000, whole_rows=apart)
-        assert sorted(row for micro in micros for row in micro) == list(range(len(rows)))
-        for micro in micros:
-            passed = [turn for row in micro for turn in rows[row].engine_turns]
-            assert len(passed) * max(len(turn.ids) for turn in passed) <= 3000
-            assert len({len(turn.turns) > 1 for turn in (rows[row] for row in micro)}) == 1
+    micros = microbatches(rows, 2, 3000)
+    assert sorted(row for micro in micros for row in micro) == list(range(len(rows)))
+    for micro in micros:
+        passed = [turn for row in micro for turn in rows[row].engine_turns]
+        assert len(passed) * max(len(turn.ids) for turn in passed) <= 3000
+        assert len({len(turn.turns) > 1 for turn in (rows[row] for row in micro)}) == 1
 
 
 # --- the state of llama.cpp -------------------------------------------------------------------------------------------

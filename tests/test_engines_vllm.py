@@ -61,7 +61,7 @@ def test_on_a_cpu_prompts_are_not_chunked_by_default() -> None:
     ("name", "value", "message"),
     [
         ("enable_prefix_caching", "true", "would reuse keys and values of an earlier"),
-        ("tensor_parallel_size", "2", "tensor_parallel_size is 2, .* set train.ranks"),
+        ("tensor_parallel_size", "2", "tensor_parallel_size is 2, .* remove it from train.rollouts"),
         ("pipeline_parallel_size", "2", "expected 1"),
         ("data_parallel_size", "4", "expected 1"),
     ],

@@ -273,16 +273,15 @@ def drawn_by_an_engine(model: Any, store: EngineStore, prompt: int, new: int) ->
     )
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["shared prompts", "whole rows"])
 @pytest.mark.parametrize("name", STORES)
-def test_the_replay_of_an_engines_cache_waits_for_nothing(model: Any, name: str, *, apart: bool) -> None:
+def test_the_replay_of_an_engines_cache_waits_for_nothing(model: Any, name: str) -> None:
     """Forward and backward; prompts of under one block and of over two."""
     sizes = [(20, 3), (20, 30), (70, 5), (70, 33)]
     rollouts = [drawn_by_an_engine(model, STORES[name], *size) for size in sizes]
 
     def learnt(model: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
         model.set_attn_implementation("kvaudit")
-        logits, valid = suffix_logits(model, rollouts, group=2, view="shadow", whole_rows=apart)
+        logits, valid = suffix_logits(model, rollouts, group=2, view="shadow")
         loss = (logits.float().logsumexp(-1) * valid).sum()
         return logits, loss, list(torch.autograd.grad(loss, [*model.parameters()]))
 

@@ -9,10 +9,11 @@ import pytest
 from test_cli import refused
 
 import kvaudit
+from kvaudit.audit.runs.folder import open_run
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.errors import SpecError
 from kvaudit.core.moved import REMOVED
-from kvaudit.core.spec import parse_spec
+from kvaudit.core.spec import dump_spec, load_spec, parse_spec
 
 SPEC_KEYS = [(key, removed.instead) for removed in REMOVED for key in removed.spec_keys]
 IMPORTS = [(name, removed.instead) for removed in REMOVED for name in removed.imports]
@@ -50,3 +51,30 @@ def test_a_plug_in_with_a_removed_import_says_what_to_do_instead(name: str, inst
 def test_no_removed_import_is_there(name: str) -> None:
     with pytest.raises(ImportError):
         importlib.import_module(f"kvaudit.{name}") if "." in name else getattr(kvaudit, name)
+
+
+RANKS = """\
+name: a
+model: embedded
+train: {arms: [dense], seeds: [1], policy: none, suites: [math], steps: 1, ranks: RANKS}
+evaluate: {policies: [none], suites: {math: {items: 2}}, context_tokens: [96]}
+"""
+
+
+def test_a_spec_that_asks_for_several_processes_per_training_says_what_to_do_instead(tmp_path: Path) -> None:
+    spec, out = tmp_path / "spec.yaml", tmp_path / "run"
+    spec.write_text(RANKS.replace("RANKS", "2"))
+    message = "train.ranks is 2, but one process trains each unit now; leave it out"
+    assert message in refused("run", spec, "--out", out, "--anyway")
+    assert not out.exists()
+    run = open_run(out, load_spec(spec, NAMES), resume=False)  # as an earlier version began it
+    assert message in refused("run", spec, "--out", run.path, "--anyway", "--resume")
+
+
+def test_a_run_that_was_trained_by_several_processes_keeps_its_hash() -> None:
+    plain, one, two = (
+        parse_spec(RANKS.replace(", ranks: RANKS", text), "spec") for text in ("", ", ranks: 1", ", ranks: 2")
+    )
+    assert plain.sha256 == one.sha256 != two.sha256
+    assert "ranks" not in dump_spec(one)
+    assert parse_spec(dump_spec(two), "spec").sha256 == two.sha256

@@ -26,7 +26,6 @@ from kvaudit.audit.training import grpo
 from kvaudit.audit.training.adapters import load_trained_adapter
 from kvaudit.audit.training.engine_rollouts import EngineUse, engine_rollout
 from kvaudit.audit.training.learner import read_tokens
-from kvaudit.audit.training.ranks import ALONE
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.records import Role
 from kvaudit.core.spec_evaluate import EngineSpec
@@ -380,11 +379,11 @@ def test_conversations_go_on_turn_after_turn_and_the_dense_pass_finds_every_draw
 ) -> None:
     agents: dict[str, Any] = {"suites": ["agent", "refusal"], "rollouts": f"{F32},cache_size=0.05", "steps": 1}
     told = settings(arm="naive", context_tokens=300, **agents)
-    run = grpo.TrainingRun(told, here.model, tmp_path, ALONE)
+    run = grpo.TrainingRun(told, here.model, tmp_path)
     try:
         row, sampled = run.step(0)
     finally:
-        run.close()
+        run.sampler.close()
     # uncompressed and in float32: nothing but rounding lies between the two, if places and tokens are right
     assert row["engine/dense_rms"] < 2e-5
     talks = [one for one in sampled.played if one.item.suite == "agent"]
@@ -409,11 +408,11 @@ def test_every_turn_is_replayed_as_the_engine_read_it(here: World, tmp_path: Pat
 
 def test_an_earlier_turn_was_drawn_from_other_codes_than_a_later_one_reads(here: World, tmp_path: Path) -> None:
     told = settings(arm="smd", context_tokens=300, suites=["agent"], rollouts=f"{U4},cache_size=0.05", steps=1)
-    run = grpo.TrainingRun(told, here.model, tmp_path, ALONE)
+    run = grpo.TrainingRun(told, here.model, tmp_path)
     try:
         _, sampled = run.step(0)
     finally:
-        run.close()
+        run.sampler.close()
     talk = max((one.rollout for one in sampled.played), key=lambda rollout: len(rollout.turns))
     assert len(talk.turns) > 1
     assert sum(int(turn.sampled.sum()) for turn in talk.turns) == int(talk.sampled.sum())

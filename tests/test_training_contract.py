@@ -18,13 +18,13 @@ import pytest
 import torch
 from suite_world import TOKENS, play, rows_from, words, write_rows
 from torch import Tensor
-from training_world import gradients, sampled, sharp
+from training_world import config, gradients, sampled, sharp
 
 from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import corrections
-from kvaudit.audit.training.batch import Batch, split_halves
+from kvaudit.audit.training.batch import Batch, gradient_steps
 from kvaudit.audit.training.config import ARMS, get_arm
 from kvaudit.audit.training.corrections import Correction, CorrectionRule
 from kvaudit.audit.training.losses.base import LOSSES, BatchRewards, ClippedLoss, Loss, LossInputs, StepCounts
@@ -272,11 +272,10 @@ def test_dense_rollouts_make_an_arm_equal_to_dense(
 
 
 def test_microbatches_of_an_arm_add_up(arm: str, base: LoadedModel, compressed: Batch) -> None:
-    sizes = {
-        limit: [len(rows) for part in split_halves(compressed, limit)[0] for rows in part] for limit in (10**6, 900)
-    }
-    assert sizes == {10**6: [8, 8], 900: [4, 4, 4, 4]}
-    whole, split = (gradients(base, compressed, arm=arm, microbatch_tokens=limit) for limit in (10**6, 900))
+    limits = (10**6, 900)
+    plans = [gradient_steps(compressed, config(arm=arm, microbatch_tokens=limit), 0) for limit in limits]
+    assert [[len(rows) for rows in step.microbatches] for (step,) in plans] == [[8, 8], [4, 4, 4, 4]]
+    whole, split = (gradients(base, compressed, arm=arm, microbatch_tokens=limit) for limit in limits)
     assert distance(split, whole) < 1e-5
 
 

@@ -15,13 +15,7 @@ from kvaudit.audit.training.batch import collect
 from kvaudit.audit.training.checkpoint import TelemetryLog
 from kvaudit.audit.training.mismatch import mismatch_panel
 from kvaudit.audit.training.optimiser import Optimiser
-from kvaudit.audit.training.telemetry import (
-    Tally,
-    certificate,
-    entries_seen,
-    memory_numbers,
-    reward_numbers,
-)
+from kvaudit.audit.training.telemetry import certificate, entries_seen, mean_metrics, memory_numbers, reward_numbers
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.records import Grade, Item, Outcome
 
@@ -182,11 +176,10 @@ def test_the_certificate_is_the_panel_of_the_replayed_rollouts_and_empty_without
     assert certificate(sampler, None, seen, advantages) == {"shadow/max_abs_gap": None, "shadow/k3_kl": None}
 
 
-def test_a_tally_is_a_mean_per_token_over_microbatches() -> None:
-    tally = Tally()
-    tally.add({"entropy": 3.0}, 2)
-    tally.add({"entropy": 1.0, "clipped": 2.0}, 2)
-    assert tally.means() == {"entropy": 1.0, "clipped": 0.5}
+def test_metrics_are_means_per_token_over_microbatches() -> None:
+    metrics = [{"entropy": 3.0}, {"clipped": torch.tensor(2.0), "entropy": torch.tensor(1.0)}]
+    assert mean_metrics(metrics, 4) == {"entropy": 1.0, "clipped": 0.5}
+    assert mean_metrics(metrics, 0) == {"entropy": None, "clipped": None}
 
 
 def test_rows_are_appended_one_line_each_and_nan_becomes_null(tmp_path: Path) -> None:

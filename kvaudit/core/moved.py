@@ -75,6 +75,10 @@ REMOVED = (
         imports=("suites.needle",),
     ),
     Removed(
+        "to train one unit on several GPUs, use kvaudit.trl.AuditedGRPOTrainer under accelerate launch",
+        imports=("audit.runs.ranks", "audit.training.ranks", "audit.training.sharded"),
+    ),
+    Removed(
         "kvaudit explain RUN ITEM shows which tokens of a prompt a policy kept",
         commands=("show",),
     ),
@@ -234,7 +238,6 @@ MOVED = {
     "audit.training.early_stop": "audit.training.validation",
     "audit.training.reads": "audit.training.optimiser",
     "audit.training.reward_trial": "audit.training.sft",
-    "audit.training.sharded": "audit.training.ranks",
     "audit.training.trl.step": "audit.training.trl.output",
     "core.conditions": "core.policy_names",
     "core.estimands": "core.facets",

@@ -146,7 +146,7 @@ class Training(SpecSection):
     watch: OmitDefault[ValidationSpec | None] = None
     # text, or {NAME: argument, option: value}
     reward: OmitDefault[Annotated[Any, BeforeValidator(_check_reward)]] = "grade"
-    ranks: OmitDefault[Count] = 1  # processes that share each batch and the optimiser's state, one GPU each
+    ranks: OmitDefault[Count] = 1  # of runs of earlier versions, which could train a unit in several processes
     rollouts: OmitDefault[Policy | None] = None  # the engine that draws them, with its settings; None: our own cache
 
     @property
@@ -187,8 +187,6 @@ class Training(SpecSection):
         _require("rollout_rows", rows, expected, rows == 0 or rows >= self.group)
         expected = f"a divisor of the {self.prompts_per_step} prompts of a step"
         _require("minibatches", self.minibatches, expected, self.prompts_per_step % self.minibatches == 0)
-        prompts = self.prompts_per_step // self.minibatches
-        _require("ranks", self.ranks, f"at most the {prompts} prompts of a gradient step", self.ranks <= prompts)
         if self.weights:
             fits = len(self.weights) == len(self.suites) and min(self.weights) >= 0 and sum(self.weights) > 0
             _require("weights", list(self.weights), f"{len(self.suites)} numbers of 0 or more, one per suite", fits)

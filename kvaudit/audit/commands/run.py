@@ -171,8 +171,6 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: RunOptio
     from kvaudit.core.plugins import parse_plugin
 
     plan = _load_plan(spec, out, options)
-    if _follow_rank0(plan, options):
-        return plan.folder
     launcher = parse_launcher(options.launcher)
     launcher.check()
     first_threads = read_provenance(plan.folder).get("threads") if os.path.isfile(plan.folder / PROVENANCE) else None
@@ -180,7 +178,8 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: RunOptio
     for name in plan.spec.judge:
         parse_plugin(JUDGES, name).check()
     pipeline, run = open_pipeline(plan, options, threads, resume=resume, works=launcher.here, processes=workers)
-    words = [*_join_command(run.path, options), "--threads", "1", *(["--takeover"] if options.takeover else [])]
+    words = ["run", "--join", str(run.path), *(f"--plugin={path}" for path in options.plugins or ()), "--threads", "1"]
+    words += ["--takeover"] if options.takeover else []
     job = Job(words, run.path / "logs", Path.cwd(), plan.spec.device in ("auto", "cuda"), _gpus(plan.spec))
     # this process is one of the workers if they are local, else it only waits
     with launcher.start_workers(
@@ -205,16 +204,7 @@ def plan_workers(
     thread it may have several processes, with more threads only one. ``here`` says whether this process is a worker, so
     that its cores count.
     """
-    from kvaudit.audit.runs.ranks import is_launched
-
     threads = options.threads or first_threads
-    if _ranks(spec) > 1 and is_launched():  # further workers would take the same ranks
-        if (options.workers or 1) > 1 or not here:
-            raise SpecError(
-                "the launched processes are the ranks of one worker; leave out --workers and --launcher, or let this "
-                "command start the ranks"
-            )
-        return 1, threads
     if threads is not None and threads > 1:
         if here:
             return 1, threads
@@ -232,44 +222,17 @@ def _local_workers(spec: RunSpec) -> int:
     from kvaudit.core.spec import EMBEDDED
 
     if spec.model == EMBEDDED:
-        return max(idle_cores() // _ranks(spec), 1)
+        return idle_cores()
     return max(len(visible_gpus()) // _gpus(spec), 1) if spec.device in ("auto", "cuda") else 1
 
 
-def _ranks(spec: RunSpec) -> int:
-    return 1 if spec.train is None else spec.train.ranks
-
-
 def _gpus(spec: RunSpec) -> int:
-    """Return the number of GPUs that one worker needs: as many as training has ranks, or the largest engine needs."""
+    """Return the number of GPUs that one worker needs: one, or as many as the largest engine needs."""
     from kvaudit.audit.engines.base import ENGINES, is_engine
     from kvaudit.core.policy_names import engine_name, engine_settings
 
     served = [policy for policy in spec.evaluate.policies if is_engine(engine_name(policy))]
-    return max([_ranks(spec), *(ENGINES.get(engine_name(text)).gpus(engine_settings(text)) for text in served)])
-
-
-def _join_command(folder: Path, options: RunOptions) -> list[str]:
-    return ["run", "--join", str(folder), *(f"--plugin={path}" for path in options.plugins or ())]
-
-
-def _follow_rank0(plan: RunPlan, options: RunOptions) -> bool:
-    """Return False on rank 0 and in a run without ranks; on another rank, do all its work and return True.
-
-    Ranks are processes that train one unit together.
-    """
-    from rich.console import Console
-
-    from kvaudit.audit.runs.folder import open_run
-    from kvaudit.audit.runs.pipeline import Pipeline
-    from kvaudit.audit.runs.ranks import is_follower, join_ranks
-
-    if not is_follower(_ranks(plan.spec)):
-        return False
-    with join_ranks(_ranks(plan.spec), any_gpu=plan.spec.device in ("auto", "cuda")) as ranks:
-        run = open_run(plan.folder, plan.spec, resume=True)  # rank 0 has created it before the ranks join
-        Pipeline(run, Console(), options.threads, plugins=plan.plugins).follow(ranks)
-    return True
+    return max([1, *(ENGINES.get(engine_name(text)).gpus(engine_settings(text)) for text in served)])
 
 
 def _join_run(path: Path, options: RunOptions) -> None:
@@ -282,8 +245,6 @@ def _join_run(path: Path, options: RunOptions) -> None:
             "move it to a folder that all machines share"
         )
     plan = _load_plan(path / SPEC, path, options)
-    if _follow_rank0(plan, options):
-        return
     pipeline, _ = open_pipeline(plan, options, options.threads, resume=True)
     pipeline.work_on()
 
@@ -294,8 +255,6 @@ def _run_phase(phase: str, path: Path, out: Path | None, options: RunOptions, *,
 
     plan = _load_plan(path, out, options)
     if phase == "train":
-        if _follow_rank0(plan, options):
-            return
         if plan.spec.train is None:
             raise SpecError(
                 f"{str(path)!r} has no train section; evaluate the base model with: kvaudit run --only evaluate {path}"
@@ -369,9 +328,11 @@ def open_pipeline(
     from kvaudit.audit.runs.names import NAMES
     from kvaudit.audit.runs.pilot import with_kept_gate
     from kvaudit.audit.runs.pipeline import Pipeline
-    from kvaudit.audit.runs.prepare import prepare_run
+    from kvaudit.audit.runs.prepare import check_ranks, prepare_run
     from kvaudit.reports.verdict.rules import default_margins_line
 
+    if not exists:
+        check_ranks(plan.spec)
     entries = None if exists else gate_provenance(plan.spec, NAMES)
     prepared = None if exists or not works else prepare_run(plan.spec, on_first_answer=on_first_answer)
     if not exists:
@@ -390,7 +351,6 @@ def open_pipeline(
             prepared,
             plan.plugins,
             takeover=options.takeover,
-            rank_command=_join_command(run.path, options),
             processes=processes,
             asks_refused=options.ask_refused,
         ),

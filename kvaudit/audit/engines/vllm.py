@@ -137,7 +137,7 @@ class Vllm(ServerEngine):
             if settings.get(name, "1") != "1":
                 raise SpecError(
                     f"engine vllm: {name} is {settings[name]}, but training draws rollouts in one process, expected 1; "
-                    "set train.ranks instead, each rank has its own engine and GPU"
+                    "remove it from train.rollouts"
                 )
 
     @classmethod
@@ -207,8 +207,8 @@ def _environment(settings: Settings, context: EngineContext) -> dict[str, str]:
 def _learner_gpu(settings: Settings, context: EngineContext) -> dict[str, str]:
     """Return {name: value} of the environment variable that makes the engine use the learner's GPU.
 
-    Without it the engines of all ranks (processes of one training) would use the first GPU. Empty on a CPU, and if the
-    settings spread the engine over several GPUs.
+    Without it the engine would use the first GPU. Empty on a CPU, and if the settings spread the engine over several
+    GPUs.
     """
     import torch
 
@@ -216,7 +216,7 @@ def _learner_gpu(settings: Settings, context: EngineContext) -> dict[str, str]:
     if device.type != "cuda" or settings.get("tensor_parallel_size", "1") != "1":
         return {}
     visible = [name for name in os.environ.get(_GPUS, "").split(",") if name]
-    # the device of a rank has no index: it is the current device of the process
+    # a device without index is the current device of the process
     index = torch.cuda.current_device() if device.index is None else device.index
     return {_GPUS: visible[index] if index < len(visible) else str(index)}
 

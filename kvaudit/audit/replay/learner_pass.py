@@ -2,9 +2,7 @@
 
 The prompt of a group of rollouts is passed once, and the suffixes (all later tokens) attend to its keys: P + G*R
 tokens, for a prompt of P tokens and G suffixes of R, instead of G*(P + R). Gradients flow through the shared keys. That
-is the shadow pass; the dense pass is the same without the ledger, so every query sees all earlier keys. A model sharded
-over processes gathers weights by layer hooks, which a second forward on shared keys would bypass; for it every row is
-passed with its prompt (``whole_rows``), in one forward.
+is the shadow pass; the dense pass is the same without the ledger, so every query sees all earlier keys.
 """
 
 from __future__ import annotations
@@ -94,7 +92,7 @@ def capture_states(model: Any) -> Iterator[LogitsHead]:
 
 
 def suffix_states(
-    model: Any, rollouts: Sequence[Rollout], *, group: int, view: LearnerPass, whole_rows: bool = False
+    model: Any, rollouts: Sequence[Rollout], *, group: int, view: LearnerPass
 ) -> tuple[Tensor, Tensor, LogitsHead]:
     """Return hidden states [B, R, D] that predict the suffix tokens, their valid mask [B, R], and the head for logits.
 
@@ -102,16 +100,8 @@ def suffix_states(
     ``suffix_logits``.
     """
     with capture_states(model) as head:
-        _, valid = suffix_logits(model, rollouts, group=group, view=view, logits_to_keep=1, whole_rows=whole_rows)
+        _, valid = suffix_logits(model, rollouts, group=group, view=view, logits_to_keep=1)
     return head.states(), valid, head
-
-
-def shared_tokens(rollout: Rollout, *, whole_rows: bool = False) -> int:
-    """Return how many leading tokens of a row are passed once for its whole group.
-
-    These are the prompt without its last token, which is the query that predicts the first suffix token.
-    """
-    return 0 if whole_rows else rollout.prompt_length - 1
 
 
 def suffix_logits(
@@ -123,7 +113,6 @@ def suffix_logits(
     reroute: bool = False,
     strays: Strays | None = None,
     logits_to_keep: int = 0,
-    whole_rows: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the logits [B, R, V] that predict each suffix token (right-padded), and their valid mask bool [B, R].
 
@@ -131,25 +120,21 @@ def suffix_logits(
     ledger; the suffix is tokens ``prompt_length .. T-1``. ``view``: "shadow" replays what the sampler's queries saw,
     "dense" lets every query see all earlier keys. ``reroute``: a mixture-of-experts model selects its experts again, as
     in the dense pass. ``strays`` gets row and layer of every recorded rounding hint that cannot be right, since its
-    value is near no border between two codes in the replay. ``logits_to_keep``: only the last columns, 0 for all.
-    ``whole_rows``: no shared prompts, a column for every token but the first. In the shadow pass, rollouts whose
-    engine's storage of keys and values is known go to ``stored_logits``. Raises DataError if the ledger does not fit
-    the model or the group.
+    value is near no border between two codes in the replay. ``logits_to_keep``: only the last columns, 0 for all. In
+    the shadow pass, rollouts whose engine's storage of keys and values is known go to ``stored_logits``. Raises
+    DataError if the ledger does not fit the model or the group.
     """
     stored = rollouts[0].stored
     if view == "shadow" and stored is not None:
-        return stored_logits(
-            model, rollouts, group=group, store=stored, logits_to_keep=logits_to_keep, whole_rows=whole_rows
-        )
+        return stored_logits(model, rollouts, group=group, store=stored, logits_to_keep=logits_to_keep)
     device = next(model.parameters()).device
     plans = layer_plans(model.config, Dense())
-    group = 1 if whole_rows else group
-    leaders, cuts = rollouts[::group], [shared_tokens(rollout, whole_rows=whole_rows) for rollout in rollouts]
+    # the last prompt token predicts the first suffix token, so it is the first query of the second pass
+    leaders, cuts = rollouts[::group], [rollout.prompt_length - 1 for rollout in rollouts]
     _check(rollouts, group, plans, model)
     shadow = view == "shadow"
     check_experts([rollout.experts for rollout in rollouts], model, reroute=reroute or not shadow)
     routed = shadow and not reroute and rollouts[0].experts is not None
-    # the last prompt token predicts the first suffix token, so it is the first query of the second pass;
     # the last token was drawn and predicts nothing
     early, late = [slice(cut) for cut in cuts], [slice(cut, -1) for cut in cuts]
     prompts, suffixes = _tokens(leaders, early[::group]), _tokens(rollouts, late)

@@ -26,13 +26,7 @@ from kvaudit.core.errors import DataError, RunError
 
 
 def stored_logits(
-    model: Any,
-    rollouts: Sequence[Rollout],
-    *,
-    group: int,
-    store: EngineStore,
-    logits_to_keep: int = 0,
-    whole_rows: bool = False,
+    model: Any, rollouts: Sequence[Rollout], *, group: int, store: EngineStore, logits_to_keep: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Return the logits [B, R, V] that predict each suffix token, and the mask bool [B, R] of valid ones.
 
@@ -42,12 +36,10 @@ def stored_logits(
     layers = _count_layers(model)
     if store.shown and any(rollout.written is None for rollout in rollouts):
         raise DataError("a rollout lacks the keys that its engine's queries read, so it cannot be replayed")
-    prefix, starts = None, [0] * len(rollouts)
     lengths = torch.tensor([r.prompt_length for r in rollouts])  # [B]; positions are computed on the host
-    if not whole_rows:
-        group = group if _wrote_same_prompts(rollouts, group) else 1
-        prefix = _prompts(model, rollouts[::group], store, layers, lengths[::group], device)
-        starts = [r.prompt_length - 1 for r in rollouts]  # the prompt's last token predicts the first suffix token
+    group = group if _wrote_same_prompts(rollouts, group) else 1
+    prefix = _prompts(model, rollouts[::group], store, layers, lengths[::group], device)
+    starts = [r.prompt_length - 1 for r in rollouts]  # the prompt's last token predicts the first suffix token
     # up to the last token, which predicts nothing
     columns = pad_sequence([r.ids[start:-1] for r, start in zip(rollouts, starts, strict=True)], batch_first=True)
     counts = torch.tensor([len(r.ids) - 1 - start for r, start in zip(rollouts, starts, strict=True)])
@@ -84,7 +76,7 @@ class StoredReplay:
     what its queries read (``EngineStore.shown``), that replaces the learner's values, and is valid for one update only.
 
     ``prefix`` is the earlier pass over the prompts, whose keys and values this pass reads; each of its rows serves
-    ``group`` rows. Without a prefix a row is passed from its first token on, with one from the prompt's last token on.
+    ``group`` rows. Without a prefix the prompts are passed, with one each row from its prompt's last token on.
     ``queries`` [B, Q] are the positions of the passed tokens in their rows, -1 = padding, and ``lengths`` [B] the
     lengths of the prompts. Both are on the CPU, so that no layer waits for the ``device``. ``written`` are the keys and
     values of the passed tokens that the engine exported, [B, L, H, Q, D] each.
@@ -107,7 +99,6 @@ class StoredReplay:
         self._written = written
         self._store, self._layers = store, layers
         self._prefix, self._group, self._settled = prefix, group, False
-        self._has_suffix = bool((queries >= lengths[:, None]).any())
         self.keys_values: dict[int, tuple[Tensor, Tensor]] = {}
         self._host_queries = keys = queries
         if prefix is not None:  # the prompt's last token is a query here, but its key is in the prefix
@@ -186,7 +177,7 @@ class StoredReplay:
         prompt = present & _in_blocks(positions < self._lengths[:, None], 1)
         # the prefill codes all entries of a block at once
         prefilled = coding.read_back(blocks, prompt[:, None])
-        if not self._has_suffix and self._prefix is None:
+        if self._prefix is None:
             return _attention(call, _add_error(exact, prefilled.flatten(2, 3), engine), values, visible)
         start = self._prompt_blocks
         tail = coding.read_in_order(blocks[:, :, start:], prompt[:, start:], present[:, start:])

@@ -12,7 +12,7 @@ from kvaudit.audit.runs.evaluate import Batches, Evaluator
 from kvaudit.audit.runs.folder import RunFolder, check_inputs_unchanged, noted_value, utc_now, versions_line
 from kvaudit.audit.runs.prepare import Prepared, prepare_run
 from kvaudit.audit.runs.recipe import copy_provenance, joined_recipe, refusal_set
-from kvaudit.audit.sampling.checkpoints import load_comparable, load_model_or_adapter
+from kvaudit.audit.sampling.checkpoints import load_comparable
 from kvaudit.audit.sampling.model import LoadedModel, load_model, locate
 from kvaudit.audit.sampling.packing import has_packable_weights
 from kvaudit.audit.sampling.weights import tensors_sha256
@@ -113,16 +113,6 @@ class Models:
             self._print_line(f"cache: {text}")
         for text in model.chat.role_notes():
             self._print_line(f"chat: {text}")
-
-    def load_on_rank(self, rank: int) -> None:
-        """Load the base model on a rank other than the first; raise RunError if rank 0 has different weights.
-
-        Ranks are processes that train a unit together.
-        """
-        spec, sha256 = self._spec, noted_value(self._run, "base_sha256")
-        self._base = load_model_or_adapter(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
-        if self._base.sha256 != sha256:
-            raise RunError(f"the first rank has base weights {sha256[:12]}, rank {rank} {self._base.sha256[:12]}")
 
     def start(self, seed: int) -> LoadedModel:
         """Return the model from which the arms of a seed are trained: the base model, or its supervised warm start."""

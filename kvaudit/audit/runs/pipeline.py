@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -24,7 +24,6 @@ from kvaudit.audit.runs.stages.base import RunContext, Stage
 from kvaudit.audit.runs.stages.evaluate import EvaluateStage
 from kvaudit.audit.runs.stages.pilot import PilotStage
 from kvaudit.audit.runs.stages.train import TrainStage
-from kvaudit.audit.training.ranks import RankGroup
 from kvaudit.core.errors import RunError
 from kvaudit.core.provenance import INPUTS, JUDGED, PLUGINS, SPEC, Digests, check_checkpoints, pilot_items
 from kvaudit.core.spec import RunSpec
@@ -38,9 +37,9 @@ class Pipeline:
 
     Without ``prepared`` (the loaded model and items) the model is loaded when it is first needed. ``plugins`` maps file
     names to their sha256. ``takeover`` says that processes on other machines are gone, so that their units are free.
-    ``rank_command`` starts another process that trains the same unit. ``processes`` is the number of processes that
-    work on the run on this machine. With ``asks_refused``, requests that a server refused are sent again. Raises
-    DataError if a finished checkpoint has changed, RunError if the run began with other plug-ins.
+    ``processes`` is the number of processes that work on the run on this machine. With ``asks_refused``, requests that
+    a server refused are sent again. Raises DataError if a finished checkpoint has changed, RunError if the run began
+    with other plug-ins.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class Pipeline:
         plugins: Digests | None = None,
         *,
         takeover: bool = False,
-        rank_command: Sequence[str] = (),
         processes: int = 1,
         asks_refused: bool = False,
     ) -> None:
@@ -80,7 +78,6 @@ class Pipeline:
             bar=bar,
             print_line=print_text,
             takeover=takeover,
-            rank_command=rank_command,
             asks_refused=asks_refused,
         )
 
@@ -92,13 +89,6 @@ class Pipeline:
                 bar.expect(STAGES[name](self._context).parts())
             for name in names:
                 self._context = STAGES[name](self._context).work()
-
-    def follow(self, ranks: RankGroup) -> None:
-        """Train the units (an arm and seed each) that the first rank announces, as another rank.
-
-        Ranks are processes that train a unit together.
-        """
-        TrainStage(self._context).follow(ranks)
 
     @property
     def is_done(self) -> bool:

@@ -21,7 +21,6 @@ from kvaudit.audit.runs.evaluate import (
     served_policies,
     suite_as_asked,
 )
-from kvaudit.audit.runs.ranks import check_ranks
 from kvaudit.audit.sampling.checkpoints import check_comparable, holds_same_weights, load_model_or_adapter
 from kvaudit.audit.sampling.conversations import play
 from kvaudit.audit.sampling.decoding import Decoding
@@ -63,6 +62,8 @@ def prepare_run(
     ``on_first_answer`` is called with the beginning of an answer under every serving configuration. ``began_with`` has
     the sha256 of the files of public rows from which a run that is resumed made its first items.
     """
+    if trains:
+        check_ranks(spec)
     disable_progress_bar()
     model = load_model_or_adapter(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
     check_contexts(spec, model)
@@ -74,7 +75,6 @@ def prepare_run(
     with collect_file_hashes() as rows, _explain_changed_rows(began_with or {}, rows):
         check_training(spec, model)
         if spec.train is not None and trains:
-            check_ranks(spec.train.ranks, model.device)
             check_memory(spec.train, model)
             check_rollout_engine(spec.train, model, spec.engine(spec.train.rollouts or ""))
             check_reward(spec.train, model)
@@ -88,6 +88,16 @@ def prepare_run(
             _show_first_answers(model, spec, item, on_first_answer)
         try_out_engines(_conditions(spec), model, spec, item, on_first_answer)
     return Prepared(model, batches, rows)
+
+
+def check_ranks(spec: RunSpec) -> None:
+    """Raise SpecError for a spec that asks for several processes per training, which earlier versions had."""
+    if spec.train is not None and spec.train.ranks > 1:
+        raise SpecError(
+            f"train.ranks is {spec.train.ranks}, but one process trains each unit now; leave it out (a run that has "
+            "begun with it is started over with another --out), or train in TRL with "
+            "kvaudit.trl.AuditedGRPOTrainer under accelerate launch"
+        )
 
 
 @contextmanager

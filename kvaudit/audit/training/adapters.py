@@ -27,7 +27,6 @@ from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.sampling.checkpoints import ADAPTER_WEIGHTS, adapter_sha256
 from kvaudit.audit.sampling.model import LoadedModel, verify_folder
 from kvaudit.audit.sampling.weights import ADAPTER_CONFIG
-from kvaudit.audit.training.ranks import ALONE, RankGroup, full_state_dict, is_sharded, shard
 from kvaudit.core.errors import DataError, RunError, SpecError
 from kvaudit.core.spec_train import AdapterSpec
 from kvaudit.core.text import install_command
@@ -45,29 +44,19 @@ class AdaptedModel(LoadedModel):
 
 
 def trainable_copy(
-    start: LoadedModel, adapter: AdapterSpec | None, seed: int, *, checkpointing: bool = False, ranks: RankGroup = ALONE
+    start: LoadedModel, adapter: AdapterSpec | None, seed: int, *, checkpointing: bool = False
 ) -> LoadedModel:
     """Return a trainable copy of ``start``; its initial weights depend on the seed only, not on the arm.
 
-    ``checkpointing`` turns on gradient checkpointing. With several ranks (processes) each gets its shard of the
-    weights.
+    ``checkpointing`` turns on gradient checkpointing.
     """
-    learner = _copy_for_training(start, adapter, seed, sharded=ranks.count > 1)
+    learner = _copy_for_training(start, adapter, seed)
     if checkpointing:
         checkpoint_layers(learner.model)
-    if ranks.count > 1:
-        learner.model = shard(learner.model, start.device, ranks)
     return learner
 
 
-def frozen_copy(start: LoadedModel, ranks: RankGroup) -> Any:
-    """Return the frozen reference model: that of ``start`` itself or, with several ranks, a sharded copy."""
-    return start.model if ranks.count == 1 else shard(_share_weights(start.model), start.device, ranks)
-
-
-def _copy_for_training(start: LoadedModel, adapter: AdapterSpec | None, seed: int, *, sharded: bool) -> LoadedModel:
-    if adapter is None and sharded:
-        return replace(start, model=_share_weights(start.model, trainable=True))  # sharding copies the weights
+def _copy_for_training(start: LoadedModel, adapter: AdapterSpec | None, seed: int) -> LoadedModel:
     if adapter is None:
         return replace(start, model=copy.deepcopy(start.model).eval())
     if isinstance(start, AdaptedModel):
@@ -135,11 +124,10 @@ def without_adapter(start: LoadedModel) -> LoadedModel:
 def merged_weights(model: Any) -> dict[str, Tensor]:
     """Return a model's weights by checkpoint name, each once, with any adapter merged in (Hu 2021, section 4.1).
 
-    Merged weights are float32. For a sharded model, call it inside ``full_weights`` (which gathers all shards); its
-    weights are returned on the CPU.
+    Merged weights are float32.
     """
     layers, merged = _adapted_layers(model), dict[str, Tensor]()
-    for name, tensor in unique_weights(full_state_dict(model) if is_sharded(model) else model.state_dict()).items():
+    for name, tensor in unique_weights(model.state_dict()).items():
         if _LORA in name:
             continue
         layer, is_adapted, _ = name.partition(f".{_BASE}.weight")
@@ -199,11 +187,11 @@ def linear_layers(model: Any) -> list[str]:
     return sorted({name.rpartition(".")[2] for name, module in modules if isinstance(module, Linear)})
 
 
-def _share_weights(model: Any, *, trainable: bool = False) -> Any:
-    """Return a copy of the model that shares its weights, frozen unless ``trainable``; adapter weights are copied."""
+def _share_weights(model: Any) -> Any:
+    """Return a copy of the model that shares its weights, which are frozen in it; adapter weights are copied."""
     shared = {
         # deepcopy looks objects up by id and does not copy those it finds here
-        id(weight): Parameter(weight.detach(), requires_grad=trainable)
+        id(weight): Parameter(weight.detach(), requires_grad=False)
         for name, weight in model.named_parameters()
         if _LORA not in name
     }

@@ -6,7 +6,7 @@ Questions and seeds depend on (seed, step) only, so every arm gets the same ones
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from kvaudit.audit.cache.tensors import upload
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.training.config import AnyConfig, TrainConfig
 from kvaudit.audit.training.losses.base import BatchRewards, overlong_penalty
-from kvaudit.audit.training.ranks import ALONE, RankGroup
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Item
 from kvaudit.suites.base import SUITES, CountTokens, Suite
@@ -126,22 +125,6 @@ class Batch:
         return values[upload(self.host_mask[self.host_sampled].nonzero()[:, 0], values.device)]
 
     @property
-    def dummy(self) -> Batch:
-        """A batch of the shortest row with no token marked as sampled, for passes that must have no effect."""
-        row = min(range(len(self.rollouts)), key=lambda n: len(self.rollouts[n].ids))
-        turn = self.rollouts[row].engine_turns[0]
-        rollout = replace(turn, sampled=torch.zeros_like(turn.sampled))
-        mask, host_mask = torch.zeros_like(self.sampled[:1]), torch.zeros_like(self.host_mask[:1])
-        return replace(
-            self.of([row]),
-            rollouts=(rollout,),
-            sampled=mask,
-            mask=mask,
-            host_sampled=host_mask,
-            host_mask=host_mask,
-        )
-
-    @property
     def learner_tokens(self) -> int:
         """The number of tokens in a pass with shared prompts: each prompt once, and all tokens after the prompts."""
         prompts = sum(rollout.prompt_length for rollout in self.rollouts[:: self.group])
@@ -193,43 +176,16 @@ def earned_groups(rewards: Tensor, graded: Tensor, group: int) -> Tensor:
     return (earned & graded.view(-1, group)).reshape(-1)
 
 
-def split_halves(
-    batch: Batch, limit: int, ranks: RankGroup = ALONE, *, whole: bool = False
-) -> tuple[list[list[list[int]]], list[int]]:
-    """Return this rank's microbatches (lists of rows) for each half of the batch, and each half's number of passes.
-
-    A half has whole groups; a single group makes one half. Each half gets its own gradient, so that the two gradients
-    can be compared. All ranks run the same number of passes, as many as the rank with most microbatches needs.
-    """
-    group, rows = batch.group, len(batch.rollouts)
-    middle = rows // group // 2 * group  # rows of the first half, whole groups
-    halves = [range(middle), range(middle, rows)] if middle else [range(rows)]
-    rank_groups = [ranks.share(rows // group, number) for number in range(ranks.count)]
-    chosen, passes = [], []
-    for half in halves:
-        by_rank = []
-        for groups in rank_groups:
-            # the rank's rows in this half, possibly none
-            rank_rows = range(max(half.start, groups.start * group), min(half.stop, groups.stop * group))
-            rollouts = batch.rollouts[rank_rows.start : rank_rows.stop] if rank_rows else ()
-            micros = microbatches(rollouts, group, limit, whole=whole, whole_rows=ranks.count > 1)
-            by_rank.append([[rank_rows[row] for row in micro] for micro in micros])
-        chosen.append(by_rank[ranks.number])
-        passes.append(max(map(len, by_rank)))
-    return chosen, passes
-
-
 @dataclass(frozen=True)
 class GradientStep:
-    """One gradient step: the batch rows that it uses, and this rank's microbatches (lists of rows).
+    """One gradient step: the batch rows that it uses, and their microbatches (lists of rows).
 
-    ``halves`` has the microbatches of the first and of the second half of the groups. ``passes`` is the number of
-    passes that every rank runs in each half; a rank with fewer microbatches adds dummy passes.
+    ``halves`` has the microbatches of the first and of the second half of the groups; a single group makes one half.
+    Each half gets its own gradient, so that the two gradients can be compared.
     """
 
     rows: list[int]
     halves: list[list[list[int]]]
-    passes: list[int]
 
     @property
     def microbatches(self) -> list[list[int]]:
@@ -237,8 +193,8 @@ class GradientStep:
         return [micro for half in self.halves for micro in half]
 
 
-def gradient_steps(batch: Batch, config: TrainConfig, step: int, ranks: RankGroup = ALONE) -> list[GradientStep]:
-    """Return every gradient step that is taken on a batch, with this rank's microbatches.
+def gradient_steps(batch: Batch, config: TrainConfig, step: int) -> list[GradientStep]:
+    """Return every gradient step that is taken on a batch, with its microbatches.
 
     Each of the ``updates_per_batch`` passes over the batch splits its groups into ``minibatches`` at random; the split
     depends on (seed, step, pass) only.
@@ -251,8 +207,13 @@ def gradient_steps(batch: Batch, config: TrainConfig, step: int, ranks: RankGrou
             groups, config.minibatches, derive_seed("minibatch", config.seed, step, batch_pass)
         ):
             rows = [index * batch.group + member for index in minibatch for member in range(batch.group)]
-            halves, passes = split_halves(batch.of(rows), config.microbatch_tokens, ranks, whole=config.whole_groups)
-            steps.append(GradientStep(rows, [[[rows[n] for n in micro] for micro in half] for half in halves], passes))
+            middle = len(minibatch) // 2 * batch.group
+            halves = []
+            for half in (rows[:middle], rows[middle:]) if middle else (rows,):
+                rollouts = [batch.rollouts[row] for row in half]
+                micros = microbatches(rollouts, batch.group, config.microbatch_tokens, whole=config.whole_groups)
+                halves.append([[half[n] for n in micro] for micro in micros])
+            steps.append(GradientStep(rows, halves))
     return steps
 
 
@@ -263,16 +224,14 @@ def _deal_groups(groups: int, parts: int, seed: int) -> list[list[int]]:
     return [order[part * groups // parts : (part + 1) * groups // parts] for part in range(parts)]
 
 
-def microbatches(
-    rollouts: Sequence[Rollout], group: int, limit: int, *, whole: bool = False, whole_rows: bool = False
-) -> list[list[int]]:
+def microbatches(rollouts: Sequence[Rollout], group: int, limit: int, *, whole: bool = False) -> list[list[int]]:
     """Return the rows of each microbatch: whole groups of similar length, at most ``limit`` tokens with padding.
 
     A group of more than ``limit`` tokens is split into parts, down to single rows, each with the prompt; with ``whole``
     it becomes one microbatch instead. Groups that one pass cannot replay together (``_group_kinds``) never share a
-    microbatch. ``whole_rows``: every row repeats its prompt, so the prompt counts per row.
+    microbatch.
     """
-    sizes = [_group_size(rollouts[start : start + group], whole_rows) for start in range(0, len(rollouts), group)]
+    sizes = [_group_size(rollouts[start : start + group]) for start in range(0, len(rollouts), group)]
     kinds = _group_kinds(rollouts, group)
     split: list[list[int]] = []
     count, prompt, suffix, kind = 0, 0, 0, -1  # of the open microbatch: groups, widest prompt and suffix, kind
@@ -285,9 +244,7 @@ def microbatches(
             count, wider, kind = 0, sizes[index], kinds[index]
         split[-1].extend(range(index * group, (index + 1) * group))
         count, (prompt, suffix) = count + 1, wider
-    return (
-        split if whole else [part for rows in split for part in _split_group(rollouts, rows, group, limit, whole_rows)]
-    )
+    return split if whole else [part for rows in split for part in _split_group(rollouts, rows, group, limit)]
 
 
 def _group_kinds(rollouts: Sequence[Rollout], group: int) -> list[int]:
@@ -312,27 +269,22 @@ def _group_kinds(rollouts: Sequence[Rollout], group: int) -> list[int]:
     return [order.index(key) for key in keys]
 
 
-def _split_group(
-    rollouts: Sequence[Rollout], rows: list[int], group: int, limit: int, whole_rows: bool
-) -> list[list[int]]:
+def _split_group(rollouts: Sequence[Rollout], rows: list[int], group: int, limit: int) -> list[list[int]]:
     """Split the rows of a group into parts of at most ``limit`` tokens each, but at least one row.
 
-    If ``rows`` are several groups, they stay in one part. ``whole_rows``: every row repeats its prompt.
+    If ``rows`` are several groups, they stay in one part.
     """
     if len(rows) > group:
         return [rows]
-    prompt, suffix = _group_size([rollouts[row] for row in rows], whole_rows)
+    prompt, suffix = _group_size([rollouts[row] for row in rows])
     # at least one row, even if it exceeds the limit
     count = max((limit - prompt) // suffix, 1)
     return [rows[start : start + count] for start in range(0, len(rows), count)]
 
 
-def _group_size(members: Sequence[Rollout], whole_rows: bool) -> tuple[int, int]:
-    """Return two token counts of a group: its shared prompt, and the most that one row needs besides the prompt.
-
-    The first is 0 if prompts are not shared (``whole_rows``: every row repeats its prompt).
-    """
+def _group_size(members: Sequence[Rollout]) -> tuple[int, int]:
+    """Return two token counts of a group: its shared prompt, and the most that one row needs besides the prompt."""
     turns = max(len(rollout.engine_turns) for rollout in members)
     # an answer that an engine read in turns may be replayed in turns, each a row with everything before it
-    prompt = 0 if whole_rows or turns > 1 else members[0].prompt_length
+    prompt = 0 if turns > 1 else members[0].prompt_length
     return prompt, turns * (max(len(rollout.ids) for rollout in members) - prompt)

@@ -1,7 +1,7 @@
 """The folder of a training run: reserved for one configuration, resumed from its last state, finished as a checkpoint.
 
 training.json              the claim: the configuration and base weights that the folder is reserved for
-state/step-000020/         weights and moments after that step, one file per rank; only the newest is kept
+state/step-000020/         weights and moments after that step; only the newest is kept
 telemetry.jsonl            one row per step
 ledgers/step-20.safetensors    rollouts of that step, with the positions at which cache entries were evicted (ledgers)
 ledgers/final.safetensors  rollouts of the finished weights; a policy mixture has final--HASH.safetensors per policy
@@ -38,7 +38,6 @@ from kvaudit.audit.training.adapters import AdaptedModel, save_adapter
 from kvaudit.audit.training.config import AnyConfig
 from kvaudit.audit.training.learner import Learner
 from kvaudit.audit.training.optimiser import Optimiser
-from kvaudit.audit.training.ranks import RankGroup, full_state_dict, is_sharded, on_all_ranks
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import PARTIAL, read_json, sync, write_json
 from kvaudit.core.provenance import PROVENANCE, listed_files
@@ -176,7 +175,6 @@ CLAIM, STATE, LEDGERS = "training.json", "state.json", "ledgers"
 FINAL_LEDGER = "final"
 STAGED = "final" + PARTIAL  # where a model is saved before its files are moved into place
 _TENSORS = "tensors.safetensors"
-_PARTS = "parts"  # files of the other ranks, with their sha256
 _STATE_KEYS = {"step", "updates", "telemetry_bytes", "ledgers", "config_hash", "sha256"}
 
 
@@ -243,19 +241,8 @@ class CheckpointFolder:
         self.telemetry.check_steps(position.step)
         return position
 
-    def save_state(
-        self,
-        position: Position,
-        tensors: dict[str, torch.Tensor],
-        *,
-        others: Callable[[Path], dict[str, str]] = lambda _: {},
-        keep_older: bool = False,
-    ) -> None:
-        """Save the state that the next step needs, then delete older states unless ``keep_older``.
-
-        ``others`` is called with a folder: it makes all other ranks write their parts there, and returns each file's
-        sha256.
-        """
+    def save_state(self, position: Position, tensors: dict[str, torch.Tensor], *, keep_older: bool = False) -> None:
+        """Save the state that the next step needs, then delete older states unless ``keep_older``."""
         # listed now, before the new state is among them
         older = [] if keep_older else self._states()
 
@@ -269,8 +256,7 @@ class CheckpointFolder:
                 "config_hash": self._config.hash,
                 "sha256": file_sha256(folder / _TENSORS),
             }
-            parts = others(folder)
-            write_json(folder / STATE, state | ({_PARTS: parts} if parts else {}))
+            write_json(folder / STATE, state)
 
         write_folder(self.path / "state" / _state_name(position.step), fill)
         # last, so that a kill before this point resumes from the older state
@@ -325,8 +311,7 @@ class CheckpointFolder:
         if not (folder / _TENSORS).is_file():
             raise self._damage(f"training state {str(folder)!r} has no {_TENSORS}")
         state = read_json(folder / STATE)
-        # _PARTS is present with several ranks only
-        if set(state) - {_PARTS} != _STATE_KEYS:
+        if set(state) != _STATE_KEYS:
             raise self._damage(f"{str(folder / STATE)!r} does not have the keys of a training state")
         if file_sha256(folder / _TENSORS) != state["sha256"]:
             raise self._damage(f"training state {str(folder / _TENSORS)!r} does not have the sha256 it was saved with")
@@ -356,39 +341,6 @@ class CheckpointFolder:
 
     def _damage(self, problem: str) -> DataError:
         return DataError(f"{problem}; delete {str(self.path)!r} to start over")
-
-
-class Resumable:
-    """The base of a training run in one rank (process), which saves and loads this rank's part of the state."""
-
-    def __init__(self, learner: Learner | Optimiser, ranks: RankGroup) -> None:
-        self._learner, self.ranks = learner, ranks
-
-    @on_all_ranks
-    def resume_rank(self, folder: Path, position: Position) -> None:
-        """Load this rank's part of the state at ``position``; does nothing in rank 0, which has loaded its own part."""
-        if self.ranks.number and position.step:
-            state = folder / "state" / _state_name(position.step)
-            part = state / _part_name(self.ranks.number)
-            digests = listed_files(read_json(state / STATE).get(_PARTS), state / STATE)
-            if not part.is_file() or file_sha256(part) != digests.get(part.name):
-                raise DataError(
-                    f"training state {str(part)!r} is missing or does not have the sha256 it was saved with; delete "
-                    f"{str(folder)!r} to start over"
-                )
-            self._learner.load(load_file(part), position.updates)
-
-    @on_all_ranks
-    def save_part(self, folder: Path) -> dict[str, str]:
-        """Write this rank's state into ``folder``, unless it is rank 0; return all ranks' {file name: sha256}."""
-        digests = dict[str, str]()
-        if self.ranks.number:
-            path = folder / _part_name(self.ranks.number)
-            with guarded(path):
-                save_file(self._learner.tensors(), path)
-                sync(path)
-            digests[path.name] = file_sha256(path)
-        return {name: digest for part in self.ranks.all_gather(digests) for name, digest in part.items()}
 
 
 def write_provenance(
@@ -422,10 +374,6 @@ def write_ledgers(folder: Path, stem: str, policy: Policy, rollouts: Sequence[Ro
     return path.name, digest
 
 
-def _part_name(rank: int) -> str:
-    return f"rank-{rank}.safetensors"
-
-
 def _state_name(step: int) -> str:
     return f"step-{step:06d}"
 
@@ -440,8 +388,7 @@ def _save_model(learner: LoadedModel, folder: Path) -> None:
         save_adapter(learner, folder)
         return
     with hide_progress_bars():  # progress bars would break the run's progress line
-        weights = full_state_dict(learner.model) if is_sharded(learner.model) else None
-        learner.model.save_pretrained(folder, safe_serialization=True, state_dict=weights)
+        learner.model.save_pretrained(folder, safe_serialization=True)
         learner.chat.tokenizer.save_pretrained(folder)
 
 

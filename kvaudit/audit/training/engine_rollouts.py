@@ -32,7 +32,6 @@ from kvaudit.audit.training.adapters import merged_weights, without_adapter
 from kvaudit.audit.training.batch import TrainingItem
 from kvaudit.audit.training.config import TrainConfig, get_arm
 from kvaudit.audit.training.learner import read_tokens
-from kvaudit.audit.training.ranks import ALONE, RankGroup
 from kvaudit.audit.training.rewards.base import RewardFn
 from kvaudit.audit.training.rollouts import RolloutSampler, StepRollouts, dense_rollout
 from kvaudit.core.errors import RunError, SpecError
@@ -61,7 +60,7 @@ class EngineRolloutSampler(RolloutSampler):
     """A rollout sampler that uses an engine with the weights of ``model``; ``base`` is the model before training.
 
     The engine starts when the first rollouts are sampled. If it dies, it is restarted, and up to _TRIES starts are
-    tried. Every rank (process) runs its own engine.
+    tried.
     """
 
     def __init__(
@@ -74,18 +73,17 @@ class EngineRolloutSampler(RolloutSampler):
         base: LoadedModel,
         use: EngineUse,
         logs: Path,
-        ranks: RankGroup = ALONE,
     ) -> None:
-        super().__init__(config, model, questions, reward, ranks)
+        super().__init__(config, model, questions, reward)
         assert config.rollout_engine is not None
         self._condition, self._base, self._use = config.rollout_engine, without_adapter(base), use
-        rank = f"-rank-{ranks.number}" if ranks.number else ""
-        name = f"{in_file_name(self._condition.engine)}-{self._condition.hash}-{config.arm}-{config.seed}{rank}.log"
-        self._log = logs / name
+        engine = f"{in_file_name(self._condition.engine)}-{self._condition.hash}"
+        self._log = logs / f"{engine}-{config.arm}-{config.seed}.log"
         self._drawer: Drawer | None = None
         self._stored_rollouts = 0  # rollouts whose keys and values the engine returns
 
-    def _sample_groups(self, step: int, groups: slice) -> StepRollouts:
+    def sample(self, step: int) -> StepRollouts:
+        """Return a step's rollouts as kvaudit's own sampler does; raise RunError if they are of stale weights."""
         config = self._config
         reads_store = config.design.learner == "shadow" or config.has_certificate(step + 1)
         if config.store is None:
@@ -93,7 +91,7 @@ class EngineRolloutSampler(RolloutSampler):
         else:  # all of a step if the arm or its certificate reads them, else one to detect stale weights
             self._stored_rollouts = config.prompts_per_step * config.group if reads_store else 1
         self._push_weights()
-        sampled = super()._sample_groups(step, groups)
+        sampled = super().sample(step)
         self._check_fresh(sampled.rollouts[0])
         return sampled
 

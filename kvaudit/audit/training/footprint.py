@@ -40,8 +40,6 @@ def check_memory(section: TrainSpec, model: LoadedModel) -> None:
     uses = estimate_memory(section, model)
     learning, rollouts, activations = uses
     needed, free = learning.size + max(rollouts.size, activations.size), free_bytes(model.device)
-    if model.device.type == "cpu":  # ranks share the machine's memory; on GPUs each has its own
-        needed *= section.ranks
     if needed > free:
         largest = max(uses, key=lambda use: use.size)
         raise RunError(
@@ -55,16 +53,11 @@ def estimate_memory(section: TrainSpec, model: LoadedModel) -> tuple[MemoryUse, 
     answer = max(SUITES.get(name)().answer_tokens for name in section.suites)
     row = section.context_tokens + answer  # tokens of one rollout at full length
     # prompts whose rollouts are in the cache at once
-    prompts = section.rollout_rows // section.group or -(-section.prompts_per_step // section.ranks)
+    prompts = section.rollout_rows // section.group or section.prompts_per_step
     has_dense = any(get_arm(arm).rollout == "dense" for arm in section.arms)
     cache = prompts * section.group * _cache_bytes(model, row) if has_dense else 0
-    is_alone = section.ranks == 1
-    # tokens of a group: a single process passes its prompt once
-    group = section.context_tokens + section.group * answer if is_alone else section.group * row
-    # ranks sample from full weights, which they otherwise hold in shards
-    weights = 0 if is_alone else sum(weight.nbytes for weight in model.model.parameters())
-    # rounded up: the rank with most groups decides
-    groups = -(-section.prompts_per_step // section.minibatches // section.ranks)
+    group = section.context_tokens + section.group * answer  # tokens of a group, whose prompt is passed once
+    groups = section.prompts_per_step // section.minibatches
     smallest = group if LOSSES.get(section.loss).whole_groups else row
     # gradients are taken by halves, so a microbatch has at most the larger half
     tokens = min((groups - groups // 2) * group, max(section.microbatch_tokens, smallest))
@@ -74,26 +67,23 @@ def estimate_memory(section: TrainSpec, model: LoadedModel) -> tuple[MemoryUse, 
     vocabulary = int(model.model.config.get_text_config(decoder=True).vocab_size)
     # logits, their log-softmax and its gradient: 12 bytes
     activations = numbers * model.dtype.itemsize + min(suffix_tokens * vocabulary, LOGITS_PER_PIECE) * 12
-    fewer = "set train.adapter, or raise train.ranks" if section.adapter is None else "lower train.adapter.rank"
+    fewer = (
+        "set train.adapter, or shard the model with kvaudit.trl"
+        if section.adapter is None
+        else "lower train.adapter.rank"
+    )
     recompute = "" if section.gradient_checkpointing else "set train.gradient_checkpointing, or "
     return (
         MemoryUse("weights, gradients and moments", _learning_bytes(section, model), fewer),
-        MemoryUse(
-            "the rollouts' caches" if is_alone else "the rollouts' caches and the weights that they are sampled from",
-            cache + weights,
-            "lower train.rollout_rows or train.context_tokens",
-        ),
+        MemoryUse("the rollouts' caches", cache, "lower train.rollout_rows or train.context_tokens"),
         MemoryUse("activations of a learner's pass", activations, f"{recompute}lower train.microbatch_tokens"),
     )
 
 
 def _learning_bytes(section: TrainSpec, model: LoadedModel) -> int:
-    """Return the bytes on one rank of the trained weights' copy, gradients, float32 masters and AdamW moments."""
-    weights: int = sum(weight.numel() for weight in model.model.parameters())
-    ranks = 1 if section.sft else section.ranks  # the warm start uses a single rank
-    if section.adapter is None and ranks > 1:
-        return weights * 16 // ranks  # float32 weights, gradients and both moments
+    """Return the bytes of the trained weights' copy, gradients, float32 masters and AdamW moments."""
     if section.adapter is None:
+        weights: int = sum(weight.numel() for weight in model.model.parameters())
         # a copy and its gradients, both moments in float32, and masters unless the copy is float32
         return weights * (2 * model.dtype.itemsize + 8 + (0 if model.dtype == torch.float32 else 4))
     modules = find_decoder(model.model).named_modules()
@@ -104,9 +94,7 @@ def _learning_bytes(section: TrainSpec, model: LoadedModel) -> int:
         for name, module in modules
         if isinstance(module, Linear) and name.rpartition(".")[2] in targets
     )
-    # float32 weight, gradient and two moments: 16 bytes a number
-    frozen = 0 if ranks == 1 else weights * model.dtype.itemsize
-    return (section.adapter.rank * sum(widths, 0) * 16 + frozen) // ranks
+    return section.adapter.rank * sum(widths, 0) * 16  # float32 weight, gradient and two moments
 
 
 def _cache_bytes(model: LoadedModel, row: int) -> int:

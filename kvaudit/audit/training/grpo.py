@@ -25,25 +25,17 @@ from torch import Tensor
 
 from kvaudit.audit.cache.tensors import upload
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.audit.training.adapters import frozen_copy, trainable_copy
+from kvaudit.audit.training.adapters import trainable_copy
 from kvaudit.audit.training.batch import Batch, GradientStep, batch_rewards, collect, gradient_steps, training_items
-from kvaudit.audit.training.checkpoint import (
-    FINAL_LEDGER,
-    CheckpointFolder,
-    Position,
-    Resumable,
-    drop_state,
-    write_ledgers,
-)
+from kvaudit.audit.training.checkpoint import FINAL_LEDGER, CheckpointFolder, Position, drop_state, write_ledgers
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.corrections import CORRECTIONS, NEEDS_WHOLE_BATCH, Correction
 from kvaudit.audit.training.engine_rollouts import EngineRolloutSampler, EngineUse, engine_gap_numbers
 from kvaudit.audit.training.learner import Learner, OldPolicy
 from kvaudit.audit.training.losses.base import LOSSES, CriticInputs, Loss, LossInputs, LossOutputs, StepCounts
 from kvaudit.audit.training.optimiser import StepResult, read_floats
-from kvaudit.audit.training.ranks import ALONE, RankGroup, full_weights, gather_weights, on_all_ranks
 from kvaudit.audit.training.rollouts import RolloutSampler, StepRollouts, rollouts_by_policy
-from kvaudit.audit.training.telemetry import Clock, LearningResult, Tally, TelemetryRow, step_row, tally_metrics
+from kvaudit.audit.training.telemetry import Clock, LearningResult, TelemetryRow, mean_metrics, step_row
 from kvaudit.audit.training.validation import EarlyStop, Validation
 from kvaudit.core.alarms import alarm_numbers
 
@@ -58,7 +50,6 @@ def train(
     *,
     run_folder: Path | None = None,
     early_stop: EarlyStop | None = None,
-    ranks: RankGroup = ALONE,
     engine: EngineUse = EngineUse(),
 ) -> Path:
     """Train one arm from ``model``, which is not changed, into the checkpoint folder ``out``; return ``out``.
@@ -66,28 +57,25 @@ def train(
     Resumes from the last saved state, bit for bit on CPU; does nothing for a finished checkpoint. ``progress`` is
     called after each step with the numbers of finished and of all steps, and the telemetry row. ``run_folder``, by
     default ``out``, stores judge answers and engine logs. With ``early_stop``, a stopped arm stays unfinished until all
-    arms of its seed have stopped. With several ``ranks`` (processes), rank 0 calls this and each other rank follows
-    with its own ``TrainingRun``. ``engine``: how to run an engine that samples. Raises RunError (folder of another run,
-    full disk, failing reward, lost rank or engine, stale engine weights) and DataError (changed state, ledger or
+    arms of its seed have stopped. ``engine``: how to run an engine that samples. Raises RunError (folder of another
+    run, full disk, failing reward, lost engine, stale engine weights) and DataError (changed state, ledger or
     checkpoint).
     """
     folder = CheckpointFolder(out, config, model.sha256, config.reward_config.inputs)
     if folder.finished:
         drop_state(out)
         return out
-    ranks.announce_unit()
-    run = TrainingRun(config, model, run_folder or out, ranks, engine)
+    run = TrainingRun(config, model, run_folder or out, engine)
     try:
         return _train_steps(run, folder, progress, early_stop)
     finally:
-        run.close()
+        run.sampler.close()
 
 
 def _train_steps(run: TrainingRun, folder: CheckpointFolder, progress: Progress, early_stop: EarlyStop | None) -> Path:
     config, out = run.config, folder.path
     end = None if early_stop is None else early_stop.step
     position = folder.resume(run.learner, end)
-    run.resume_rank(out, position)
     rows = folder.telemetry.rows()
 
     def write(stem: str, sampled: StepRollouts) -> tuple[tuple[str, str], ...]:
@@ -112,75 +100,47 @@ def _train_steps(run: TrainingRun, folder: CheckpointFolder, progress: Progress,
         position = Position(done, run.learner.optimiser.updates, folder.telemetry.size, ledgers)
         is_stop_due = early_stop is not None and early_stop.is_due(done)
         if done % config.save_every == 0 or done == config.steps or is_stop_due:
-            tensors = run.learner.tensors()
-            folder.save_state(position, tensors, others=run.save_part, keep_older=early_stop is not None)
+            folder.save_state(position, run.learner.tensors(), keep_older=early_stop is not None)
         progress(done, config.steps, rows[-1])
     if early_stop is not None:
         folder.drop_ledgers_beyond(position)
     if config.keeps_ledger(config.ledger_every):
-        final = write(FINAL_LEDGER, run.sample_final(position.step))
+        final = write(FINAL_LEDGER, run.sampler.sample_final(position.step))
         position = replace(position, ledgers=position.ledgers + final)
-    run.gather_weights()
     folder.finish(run.model, position)
     return out
 
 
-class TrainingRun(Resumable):
-    """The training of one arm in one rank (process): learner, rollout sampler and validation."""
+class TrainingRun:
+    """The training of one arm: learner, rollout sampler and validation."""
 
-    def __init__(
-        self, config: TrainConfig, base: LoadedModel, folder: Path, ranks: RankGroup, engine: EngineUse = EngineUse()
-    ) -> None:
+    def __init__(self, config: TrainConfig, base: LoadedModel, folder: Path, engine: EngineUse = EngineUse()) -> None:
         self.config = config
-        checkpointing = config.gradient_checkpointing
-        with ranks.collective():
-            self.model = trainable_copy(base, config.adapter, config.seed, checkpointing=checkpointing, ranks=ranks)
-            reference = frozen_copy(base, ranks) if config.beta > 0 else None
-            self.learner = Learner(self.model.model, config, reference, ranks)
-        super().__init__(self.learner, ranks)
+        self.model = trainable_copy(base, config.adapter, config.seed, checkpointing=config.gradient_checkpointing)
+        self.learner = Learner(self.model.model, config, base.model if config.beta > 0 else None)
         questions = training_items(config, base.chat.count_tokens)
         arguments = (config, self.model, questions, config.reward_config.kept_in(folder))
-        self._sampler: RolloutSampler
-        if config.rollout_engine is None:
-            self._sampler = RolloutSampler(*arguments, ranks)
-        else:
-            logs = folder / "logs" / "engines"
-            self._sampler = EngineRolloutSampler(*arguments, base=base, use=engine, logs=logs, ranks=ranks)
+        self.sampler = RolloutSampler(*arguments)
+        if config.rollout_engine is not None:
+            self.sampler = EngineRolloutSampler(*arguments, base=base, use=engine, logs=folder / "logs" / "engines")
         self._validation = None if config.watch is None else Validation(config, config.watch, self.model, questions)
 
-    @on_all_ranks
-    def gather_weights(self) -> None:
-        """Gather the sharded weights from all ranks, so that rank 0 can save them."""
-        gather_weights(self.model.model)
-
-    def close(self) -> None:
-        """Stop the engine that samples, if there is one."""
-        self._sampler.close()
-
-    @on_all_ranks
-    def sample_final(self, steps: int) -> StepRollouts:
-        """Sample the questions of the last of ``steps`` steps once more, with the final weights."""
-        return self._sampler.sample_final(steps)
-
-    @on_all_ranks
     def step(self, step: int) -> tuple[TelemetryRow, StepRollouts]:
         """Run one step (sample, grade, learn, measure); return its telemetry row and rollouts."""
         config, clock = self.config, Clock()
-        sampled = self._sampler.sample(step)
+        sampled = self.sampler.sample(step)
         clock.lap("rollout")
         batch = collect(sampled.rollouts, sampled.rewards, config.group, self.model.device)
         # before the update: the certificate is about the weights that sampled
         replayed, gaps = self._certificate(batch) if config.has_certificate(step + 1) else (None, {})
         clock.lap("shadow_check")
-        limits = self._sampler.token_limits(step)
-        learned = learn(self.learner, batch, step=step, max_tokens=self._sampler.max_tokens, limits=limits)
+        limits = self.sampler.token_limits(step)
+        learned = learn(self.learner, batch, step=step, max_tokens=self.sampler.max_tokens, limits=limits)
         clock.lap("learner")
         row = step_row(step + 1, config, sampled, batch, learned, replayed) | gaps
         if self._validation is not None:
             if self._validation.is_due(step + 1):
-                with full_weights(self.model.model):
-                    # on rank 0 only: training does not depend on it
-                    row |= self._validation.numbers() if self.ranks.number == 0 else {}
+                row |= self._validation.numbers()
             clock.lap("validation")
         return row | clock.laps, sampled
 
@@ -205,18 +165,18 @@ def learn(
     ``max_tokens`` is the most tokens that any rollout may have; ``limits`` are the limits of the single rollouts, by
     default the same.
     """
-    config, ranks, loss = learner.config, learner.ranks, LOSSES.get(learner.config.loss)()
-    plan = gradient_steps(batch, config, step, ranks)
+    config, loss = learner.config, LOSSES.get(learner.config.loss)()
+    plan = gradient_steps(batch, config, step)
     token_limits = torch.tensor(max_tokens if limits is None else limits, device=batch.rewards.device)  # [] or [B]
     targets = _prepare_targets(learner, batch, plan, loss, token_limits)
     first_logprobs = torch.zeros_like(batch.sampler_logprobs)  # [B, R], under the arm's view, before the first update
     # metrics stay on the device until the end: reading them earlier would stall it
     metrics, losses, steps = list[dict[str, Tensor | float]](), list[Tensor](), list[StepResult]()
-    tokens = list[int]()  # of graded rollouts, by microbatch
+    tokens = 0  # of graded rollouts, counted in every pass over the batch
     for update in plan:
         counts = StepCounts.of(targets.advantages[update.rows], batch.mask[update.rows], batch.group, max_tokens)
         losses = []  # telemetry reports the last update's loss
-        for half, passes in zip(update.halves, update.passes, strict=True):
+        for half in update.halves:
             for rows in half:
                 part, index = batch.of(rows), upload(torch.tensor(rows), batch.rewards.device)
                 outputs, logprobs = _microbatch_loss(learner, part, index, targets, loss, counts)
@@ -224,17 +184,12 @@ def learn(
                 torch.autograd.backward(outputs.loss)
                 losses.append(outputs.loss.detach())
                 metrics.append(outputs.metrics)
-                tokens.append(int(part.host_mask.sum()))
+                tokens += int(part.host_mask.sum())
                 if update is plan[0]:
                     first_logprobs[index] = logprobs.detach()
-            for _ in range(passes - len(half)):
-                learner.dummy_pass(batch)
             if update is plan[0]:
                 learner.optimiser.end_half()
         steps.append(learner.step())
-    # each rank read its own groups; from here on all have the whole batch
-    loss_sums, tallies = zip(*ranks.all_gather((_sum(losses), tally_metrics(metrics, tokens))), strict=True)
-    first_logprobs, tally = ranks.all_reduce(first_logprobs), sum(tallies, Tally())
     # rows of later minibatches were passed after the first update, so their log-probs come from before it
     for later in plan[1 : config.minibatches]:
         assert targets.old is not None
@@ -244,8 +199,8 @@ def learn(
     # over the whole batch, because rates of microbatches cannot be added up
     rates = CORRECTIONS[config.design.correction](first_logprobs, batch.sampler_logprobs, batch.mask).metrics
     numbers = dict(zip(rates, read_floats([*rates.values()]), strict=True))
-    means = {**tally.means(), **numbers, **steps[0].halves}
-    return LearningResult(first_logprobs, targets.advantages, sum(loss_sums), norm, means)
+    means = {**mean_metrics(metrics, tokens), **numbers, **steps[0].halves}
+    return LearningResult(first_logprobs, targets.advantages, _sum(losses), norm, means)
 
 
 class _Targets(NamedTuple):
@@ -267,7 +222,7 @@ def _prepare_targets(
     batch has several updates, a critic, or a correction that needs the whole batch while a pass sees only part of it.
     """
     config, correction = learner.config, learner.config.design.correction
-    is_split = learner.ranks.count > 1 or len(plan[0].microbatches) > 1
+    is_split = len(plan[0].microbatches) > 1
     old = None
     if len(plan) > 1 or loss.critic or (is_split and correction in NEEDS_WHOLE_BATCH):
         parts = [rows for update in plan[: config.minibatches] for rows in update.microbatches]

@@ -17,12 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from kvaudit.audit.cache.attention import find_decoder
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.cache.tensors import upload
-from kvaudit.audit.replay.learner_pass import LearnerPass, LogitsHead, shared_tokens, suffix_logits, suffix_states
+from kvaudit.audit.replay.learner_pass import LearnerPass, LogitsHead, suffix_logits, suffix_states
 from kvaudit.audit.training.batch import Batch, microbatches
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.losses.base import LOSSES, full_kl
 from kvaudit.audit.training.optimiser import Optimiser, StepResult
-from kvaudit.audit.training.ranks import ALONE, RankGroup, full_weights
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.spec_train import CriticSpec
 
@@ -80,31 +79,24 @@ class TokenPredictions(NamedTuple):
 
 
 def read_tokens(
-    model: Any,
-    rollouts: Sequence[Rollout],
-    group: int,
-    view: LearnerPass,
-    temperature: float,
-    *,
-    whole_rows: bool = False,
+    model: Any, rollouts: Sequence[Rollout], group: int, view: LearnerPass, temperature: float
 ) -> TokenPredictions:
     """Run a pass with shared prompts; return the predictions of every sampled token at the sampling temperature.
 
-    ``view`` is "dense" (full cache) or "shadow" (the sampler's cache). ``whole_rows``: every row repeats its prompt. A
-    conversation that an engine prefilled again in every turn is replayed with a row for each turn; the sampled tokens
-    keep their order.
+    ``view`` is "dense" (full cache) or "shadow" (the sampler's cache). A conversation that an engine prefilled again in
+    every turn is replayed with a row for each turn; the sampled tokens keep their order.
     """
     if view == "shadow" and any(rollout.turns for rollout in rollouts):
         rollouts, group = [turn for rollout in rollouts for turn in rollout.engine_turns], 1
     head, vocabulary = None, model.config.get_text_config(decoder=True).vocab_size
     if vocabulary > WHOLE_VOCABULARY:
-        states, valid, head = suffix_states(model, rollouts, group=group, view=view, whole_rows=whole_rows)
+        states, valid, head = suffix_states(model, rollouts, group=group, view=view)
     else:
-        states, valid = suffix_logits(model, rollouts, group=group, view=view, whole_rows=whole_rows)
-    # both [b, Q], Q columns of the longest suffix (or row)
+        states, valid = suffix_logits(model, rollouts, group=group, view=view)
+    # both [b, Q], Q columns of the longest suffix
     sampled, ids = torch.zeros(valid.shape, dtype=torch.bool), torch.zeros(valid.shape, dtype=torch.int64)
     for row, rollout in enumerate(rollouts):
-        first = shared_tokens(rollout, whole_rows=whole_rows) + 1  # the token that the first column predicts
+        first = rollout.prompt_length  # the token that the first column predicts
         ids[row, : len(rollout.ids) - first] = rollout.ids[first:]
         sampled[row, : len(rollout.ids) - first] = rollout.sampled[first:]
     # indices are computed on the host: indexing by a mask on the device would wait for it
@@ -123,18 +115,16 @@ def read_tokens(
     return TokenPredictions(distributions, logprobs, entropy, columns)
 
 
-def pass_logprobs(
-    model: Any, batch: Batch, view: LearnerPass, config: TrainConfig, *, whole_rows: bool = False
-) -> Tensor:
+def pass_logprobs(model: Any, batch: Batch, view: LearnerPass, config: TrainConfig) -> Tensor:
     """Return log-probs [B, R] of the sampled tokens, without gradient; 0 where nothing was sampled.
 
     ``view`` is "dense" (full cache) or "shadow" (the sampler's cache).
     """
     logprobs = torch.zeros_like(batch.sampler_logprobs)
     with torch.no_grad():
-        for rows in microbatches(batch.rollouts, batch.group, config.microbatch_tokens, whole_rows=whole_rows):
+        for rows in microbatches(batch.rollouts, batch.group, config.microbatch_tokens):
             part = batch.of(rows)
-            read = read_tokens(model, part.rollouts, part.group, view, config.temperature, whole_rows=whole_rows)
+            read = read_tokens(model, part.rollouts, part.group, view, config.temperature)
             logprobs[upload(torch.tensor(rows), logprobs.device)] = part.spread(read.logprobs)
     return logprobs
 
@@ -148,7 +138,7 @@ class Critic:
     It starts at 0, so it needs no random draw, and sends no gradient to the hidden states.
     """
 
-    def __init__(self, model: Any, spec: CriticSpec, ranks: RankGroup, *, max_grad_norm: float) -> None:
+    def __init__(self, model: Any, spec: CriticSpec, *, max_grad_norm: float) -> None:
         width = model.config.get_text_config(decoder=True).hidden_size  # D, of the last hidden states
         self._head = torch.nn.Linear(width, 1).to(next(model.parameters()).device)
         for weight in self._head.parameters():
@@ -156,7 +146,6 @@ class Critic:
         self._optimiser = Optimiser(
             self._head, learning_rate=spec.learning_rate, warmup_steps=0, max_grad_norm=max_grad_norm
         )
-        self._ranks = ranks  # every rank has the whole head
 
     def read(
         self, model: Any, part: Batch, run_pass: Callable[[], TokenPredictions]
@@ -185,10 +174,6 @@ class Critic:
 
     def step(self) -> None:
         """Take a gradient step on the value loss; a gradient that is not finite is skipped."""
-        if self._ranks.count > 1:
-            for weight in self._head.parameters():
-                # a rank whose rows all have weight 0 has no gradient
-                weight.grad = self._ranks.all_reduce(torch.zeros_like(weight) if weight.grad is None else weight.grad)
         self._optimiser.step()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -217,21 +202,19 @@ class Learner:
     """The model in training and its optimisers; it reads rollouts under its arm's view, dense or shadow.
 
     Dense: with a full cache; shadow: with the cache that the sampler had. ``reference`` is the model for the KL term,
-    or None. With several ranks, each runs passes over its own groups, and results of the whole batch are summed over
-    ranks.
+    or None.
     """
 
-    def __init__(self, model: Any, config: TrainConfig, reference: Any, ranks: RankGroup = ALONE) -> None:
-        self.model, self.config, self._reference, self.ranks = model, config, reference, ranks
+    def __init__(self, model: Any, config: TrainConfig, reference: Any) -> None:
+        self.model, self.config, self._reference = model, config, reference
         self.optimiser = Optimiser(
             model,
             learning_rate=config.learning_rate,
             warmup_steps=config.warmup_steps,
             max_grad_norm=config.max_grad_norm,
-            ranks=ranks,
         )
         has_critic = LOSSES.get(config.loss).critic
-        self._critic = Critic(model, config.critic, ranks, max_grad_norm=config.max_grad_norm) if has_critic else None
+        self._critic = Critic(model, config.critic, max_grad_norm=config.max_grad_norm) if has_critic else None
 
     def read(self, part: Batch) -> tuple[TokenPredictions, Tensor | None]:
         """Read a microbatch under the arm's view (full cache, or the sampler's).
@@ -245,34 +228,23 @@ class Learner:
         return self._critic.read(self.model, part, lambda: self._tokens(part, view))
 
     def _tokens(self, part: Batch, view: LearnerPass) -> TokenPredictions:
-        whole_rows = self.ranks.count > 1
-        return read_tokens(self.model, part.rollouts, part.group, view, self.config.temperature, whole_rows=whole_rows)
-
-    def dummy_pass(self, batch: Batch) -> None:
-        """Run a pass that has no effect; FSDP needs equal numbers of passes on all ranks."""
-        part = batch.dummy
-        read, _ = self.read(part)
-        gap = self.distillation_kl(part, read)
-        # sums over no token: 0, and so are the gradients
-        torch.autograd.backward(read.logprobs.sum() if gap is None else read.logprobs.sum() + gap.sum())
+        return read_tokens(self.model, part.rollouts, part.group, view, self.config.temperature)
 
     def read_old_policy(self, batch: Batch, parts: Sequence[Sequence[int]]) -> OldPolicy:
         """Return log-probs and critic values of a batch before its updates, without gradient.
 
-        They are under the arm's view (full cache, or the sampler's). ``parts`` are the rows of this rank's
-        microbatches, which must be the same as in the gradient passes: rounding depends on which rows share a pass, and
-        narrow clip bounds such as gspo's would react to it.
+        They are under the arm's view (full cache, or the sampler's). ``parts`` are the rows of the microbatches, which
+        must be the same as in the gradient passes: rounding depends on which rows share a pass, and narrow clip bounds
+        such as gspo's would react to it.
         """
         logprobs, values = torch.zeros_like(batch.sampler_logprobs), torch.zeros_like(batch.sampler_logprobs)
-        with torch.no_grad(), full_weights(self.model):
+        with torch.no_grad():
             for rows in parts:
                 part = batch.of(rows)
                 read, part_values = self.read(part)
                 index = upload(torch.tensor(rows), values.device)
                 logprobs[index] = part.spread(read.logprobs)
                 values[index] = 0.0 if part_values is None else part_values
-        # rows of other ranks are 0 here, so the sum puts the batch together
-        logprobs, values = self.ranks.all_reduce(logprobs), self.ranks.all_reduce(values)
         return OldPolicy(logprobs, None if self._critic is None else values)
 
     def ref_logprobs(self, batch: Batch) -> Tensor | None:
@@ -282,28 +254,16 @@ class Learner:
         """
         if self._reference is None:
             return None
-        return self._pass(self._reference, batch, self.config.design.learner)
+        return pass_logprobs(self._reference, batch, self.config.design.learner, self.config)
 
     def sampler_view(self, batch: Batch) -> Tensor:
         """Return the model's log-probs [B, R] with the cache that the sampler had (the shadow pass if compressed)."""
         view: LearnerPass = "shadow" if self.config.design.rollout == "compressed" else "dense"
-        return self._pass(self.model, batch, view)
+        return pass_logprobs(self.model, batch, view, self.config)
 
     def dense_view(self, batch: Batch) -> Tensor:
         """Return the model's log-probs [B, R] with an uncompressed cache, whatever the arm's view is."""
-        return self._pass(self.model, batch, "dense")
-
-    def _pass(self, model: Any, batch: Batch, view: LearnerPass) -> Tensor:
-        groups, logprobs = (
-            self.ranks.share(len(batch.rollouts) // batch.group),
-            torch.zeros_like(batch.sampler_logprobs),
-        )
-        rows = range(groups.start * batch.group, groups.stop * batch.group)
-        with full_weights(model):
-            logprobs[rows.start : rows.stop] = pass_logprobs(
-                model, batch.of(rows), view, self.config, whole_rows=self.ranks.count > 1
-            )
-        return self.ranks.all_reduce(logprobs)
+        return pass_logprobs(self.model, batch, "dense", self.config)
 
     def distillation_kl(self, part: Batch, shadow: TokenPredictions) -> Tensor | None:
         """Return KL(learner || teacher) per token [b, R] between the full cache (dense) and the sampler's (``shadow``).

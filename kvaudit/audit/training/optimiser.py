@@ -1,4 +1,4 @@
-"""AdamW with float32 master weights; its full state can be saved as named tensors, and weights may be sharded."""
+"""AdamW with float32 master weights; its full state can be saved as named tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvaudit.audit.training.ranks import ALONE, RankGroup, local_shard
 from kvaudit.core.errors import DataError
 
 HALF_METRICS = ("grad_variance", "grad_half_cosine")
@@ -43,21 +42,18 @@ class Optimiser:
     """AdamW (Loshchilov 2019, 1711.05101) without weight decay; linear warm-up, then a constant rate.
 
     Weights below float32 get a float32 master copy: half an ulp of a bfloat16 weight of .02 is 6e-5, more than a usual
-    step. Sharded weights are float32, and each rank (process) updates its own shard; all ranks call ``step`` together,
-    because the gradient norm is global.
+    step.
     """
 
-    def __init__(
-        self, model: Any, *, learning_rate: float, warmup_steps: int, max_grad_norm: float, ranks: RankGroup = ALONE
-    ) -> None:
+    def __init__(self, model: Any, *, learning_rate: float, warmup_steps: int, max_grad_norm: float) -> None:
         # with an adapter, the model's own weights are frozen
-        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        self._parameters: dict[str, Tensor] = trained
-        self._weights = {name: local_shard(weight) for name, weight in trained.items()}
-        self._masters, self._ranks = dict[str, Tensor](), ranks
-        for name, weight in self._weights.items():
-            is_wide = weight.dtype == torch.float32
-            self._masters[name] = weight if is_wide else weight.detach().float().requires_grad_()
+        self._weights: dict[str, Tensor] = {
+            name: weight for name, weight in model.named_parameters() if weight.requires_grad
+        }
+        self._masters: dict[str, Tensor] = {
+            name: weight if weight.dtype == torch.float32 else weight.detach().float().requires_grad_()
+            for name, weight in self._weights.items()
+        }
         self._adam = torch.optim.AdamW(self._masters.values(), lr=learning_rate, weight_decay=0.0, fused=True)
         self._learning_rate, self._warmup, self._max_norm = learning_rate, warmup_steps, max_grad_norm
         self._ended_halves, self._first_half = 0, dict[str, Tensor]()  # gradients of the first half, by name
@@ -67,14 +63,14 @@ class Optimiser:
         """Note that the gradient of one half of the batch is complete; after the first half, keep a copy of it."""
         self._ended_halves += 1
         if self._ended_halves == 1:
-            self._first_half = {name: grad.detach().clone() for name, grad in self._gradients().items()}
+            self._first_half = {
+                name: weight.grad.detach().clone() for name, weight in self._weights.items() if weight.grad is not None
+            }
 
     def step(self) -> StepResult:
         """Clip gradients, update the weights and clear the gradients; skip the update if a gradient is not finite."""
-        gradients = self._gradients()
-        for name, parameter in self._parameters.items():
-            parameter.grad = None  # one at a time, so that no second copy of all gradients exists
-            grad = gradients.pop(name, None)
+        for name, weight in self._weights.items():
+            grad, weight.grad = weight.grad, None  # one at a time, so that no second copy of all gradients exists
             self._masters[name].grad = None if grad is None else grad.float()
         halves = self._compare_halves() if self._ended_halves > 1 else dict.fromkeys(HALF_METRICS)
         self._ended_halves, self._first_half = 0, {}
@@ -83,9 +79,6 @@ class Optimiser:
             self._update()
         self._adam.zero_grad(set_to_none=True)
         return StepResult(norm if math.isfinite(norm) else None, halves)
-
-    def _gradients(self) -> dict[str, Tensor]:
-        return {name: local_shard(weight.grad) for name, weight in self._parameters.items() if weight.grad is not None}
 
     def _compare_halves(self) -> dict[str, float | None]:
         products = list[Tensor]()  # three numbers per weight: |first|^2, |second|^2, first . second
@@ -99,7 +92,7 @@ class Optimiser:
         values, sums = read_floats(products), [0.0, 0.0, 0.0]
         for n, value in enumerate(values):
             sums[n % 3] += value
-        first_square, second_square, dot = self._ranks.all_reduce(torch.tensor(sums, dtype=torch.float64)).tolist()
+        first_square, second_square, dot = sums
         if not math.isfinite(first_square + second_square):
             return dict.fromkeys(HALF_METRICS)
         norms = math.sqrt(first_square * second_square)
@@ -109,13 +102,11 @@ class Optimiser:
     def _clip(self) -> float:
         """Scale gradients down to the maximum global norm; return the norm before clipping."""
         gradients = {name: master.grad for name, master in self._masters.items() if master.grad is not None}
-        # an entry for every weight, so that ranks add up the same ones
+        # an entry for every weight, so that the order of summation does not depend on which ones have gradients
         norms = torch.zeros(len(self._weights))
         if gradients:
             indices = [n for n, name in enumerate(self._weights) if name in gradients]
             norms[indices] = torch.stack([torch.linalg.vector_norm(grad) for grad in gradients.values()]).cpu()
-        if self._ranks.count > 1:  # each rank has the norm of its shard only
-            norms = self._ranks.all_reduce(norms.double().square()).sqrt().float()
         norm = torch.linalg.vector_norm(norms)
         scale = (self._max_norm / (norm + _NORM_FLOOR)).clamp(max=1.0)  # never scales up
         for grad in gradients.values():
@@ -139,7 +130,7 @@ class Optimiser:
         """Return master weights and moments under keys ``weight/<name>``, ``exp_avg/<name>``, ``exp_avg_sq/<name>``.
 
         ``step/<name>`` is the number of gradients that a weight has had, if it differs from the number of updates; a
-        weight without gradients has no moments. Of sharded weights it returns this rank's shard.
+        weight without gradients has no moments.
         """
         tensors = {f"weight/{name}": master.detach() for name, master in self._masters.items()}
         for name, master in self._masters.items():

@@ -23,7 +23,6 @@ from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.audit.training.batch import TrainingItem, row_seeds
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.losses.base import has_equal_rewards
-from kvaudit.audit.training.ranks import ALONE, RankGroup, full_weights
 from kvaudit.audit.training.rewards.base import RewardFn
 
 
@@ -51,9 +50,8 @@ class RolloutSampler:
         model: LoadedModel,
         questions: Sequence[Sequence[TrainingItem]],
         reward: RewardFn,
-        ranks: RankGroup = ALONE,
     ) -> None:
-        self._config, self._model, self._questions, self._reward, self._ranks = config, model, questions, reward, ranks
+        self._config, self._model, self._questions, self._reward = config, model, questions, reward
         # over all steps: otherwise dr_grpo's constant would depend on the items of a step
         self.max_tokens = max(suite.answer_tokens for step in questions for suite, _ in step)
 
@@ -65,31 +63,17 @@ class RolloutSampler:
         return [suite.answer_tokens for suite, _ in self._questions[step] for _ in range(self._config.group)]
 
     def sample(self, step: int) -> StepRollouts:
-        """Return a step's rollouts; groups with equal rewards are sampled again in up to ``resample`` rounds.
-
-        Each rank samples and grades its own groups; all ranks get all rollouts.
-        """
-        with full_weights(self._model.model):  # rows end at different tokens, so ranks cannot sample in step
-            own_rollouts = self._sample_groups(step, self._own_groups)
-        return _join(self._ranks.all_gather(own_rollouts))
-
-    @property
-    def _own_groups(self) -> slice:
-        share = self._ranks.share(self._config.prompts_per_step)
-        return slice(share.start, share.stop)
-
-    def _sample_groups(self, step: int, groups: slice) -> StepRollouts:
-        size, questions, resampled = self._config.group, self._questions[step][groups], 0
-        policies = group_policies(self._config, step)[groups]
-        own_rows = slice(groups.start * size, groups.stop * size)
-        played = self._play(questions, policies, row_seeds(self._config, step)[own_rows])
+        """Return a step's rollouts; groups with equal rewards are sampled again in up to ``resample`` rounds."""
+        size, questions, resampled = self._config.group, self._questions[step], 0
+        policies = group_policies(self._config, step)
+        played = self._play(questions, policies, row_seeds(self._config, step))
         rewards = list(self._reward(played))
         for attempt in range(1, (self._config.resample or 0) + 1):
             # groups with equal rewards have no advantage and teach nothing
             flat = [n for n in range(len(questions)) if has_equal_rewards(rewards[n * size : (n + 1) * size])]
             if not flat:
                 break
-            seeds = row_seeds(self._config, step, attempt)[own_rows]
+            seeds = row_seeds(self._config, step, attempt)
             rows = [row for n in flat for row in range(n * size, (n + 1) * size)]
             # under the policy already drawn: a new draw would favour policies whose rewards differ
             fresh = self._play([questions[n] for n in flat], [policies[n] for n in flat], [seeds[row] for row in rows])
@@ -103,12 +87,9 @@ class RolloutSampler:
 
         The checkpoint is verified against these rollouts, since the weights of earlier ones are not kept.
         """
-        groups, size = self._own_groups, self._config.group
-        policies = group_policies(self._config, steps)[groups]
-        seeds = row_seeds(self._config, steps)[groups.start * size : groups.stop * size]
-        with full_weights(self._model.model):
-            played = self._play(self._questions[steps - 1][groups], policies, seeds)
-        return _join(self._ranks.all_gather(StepRollouts(played, [None] * len(played), policies)))
+        policies = group_policies(self._config, steps)
+        played = self._play(self._questions[steps - 1], policies, row_seeds(self._config, steps))
+        return StepRollouts(played, [None] * len(played), policies)
 
     def _play(
         self, questions: Sequence[TrainingItem], policies: Sequence[Policy], seeds: Sequence[int]
@@ -127,15 +108,6 @@ class RolloutSampler:
             played = play(sampler, [questions[n] for n in members], decoding, rows, group=size, at_once=at_once)
             by_question |= {n: played[start * size : (start + 1) * size] for start, n in enumerate(members)}
         return [row for n in range(len(questions)) for row in by_question[n]]
-
-
-def _join(parts: Sequence[StepRollouts]) -> StepRollouts:
-    return StepRollouts(
-        [row for part in parts for row in part.played],
-        [reward for part in parts for reward in part.rewards],
-        [policy for part in parts for policy in part.policies],
-        sum(part.resampled_groups for part in parts),
-    )
 
 
 def group_policies(config: TrainConfig, step: int) -> list[Policy]:

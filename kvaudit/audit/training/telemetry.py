@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -42,36 +41,15 @@ class Clock:
         self.laps[f"seconds_{name}"], self._last = now - self._last, now
 
 
-@dataclass
-class Tally:
-    """The sums of a batch's metrics over the tokens of all microbatches and updates, and the number of tokens."""
+def mean_metrics(metrics: Sequence[Mapping[str, Tensor | float]], tokens: int) -> dict[str, float | None]:
+    """Add up the metrics of microbatches (sums over tokens) and divide them by all ``tokens``; None without tokens.
 
-    sums: dict[str, float] = field(default_factory=dict)
-    tokens: int = 0
-
-    def add(self, sums: Mapping[str, float], tokens: int) -> None:
-        """Add ``sums``, the sums of metrics over ``tokens`` tokens."""
-        for name, value in sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
-        self.tokens += tokens  # of graded rollouts, counted in every pass over a batch
-
-    def __add__(self, other: Tally) -> Tally:
-        total = Tally()
-        for tally in (self, other):
-            total.add(tally.sums, tally.tokens)
-        return total
-
-    def means(self) -> dict[str, float | None]:
-        """Return each sum divided by the number of tokens; None without tokens."""
-        return {name: value / self.tokens if self.tokens else None for name, value in self.sums.items()}
-
-
-def tally_metrics(metrics: Sequence[Mapping[str, Tensor | float]], tokens: Sequence[int]) -> Tally:
-    """Add up the metrics (sums over tokens) and token counts of microbatches, with a single read from the device."""
-    values, tally = iter(read_floats([value for sums in metrics for value in sums.values()])), Tally()
-    for sums, count in zip(metrics, tokens, strict=True):
-        tally.add({name: next(values) for name in sums}, count)
-    return tally
+    The device is read once.
+    """
+    values, totals = iter(read_floats([value for sums in metrics for value in sums.values()])), dict[str, float]()
+    for name in (name for sums in metrics for name in sums):
+        totals[name] = totals.get(name, 0.0) + next(values)
+    return {name: total / tokens if tokens else None for name, total in totals.items()}
 
 
 class LearningResult(NamedTuple):

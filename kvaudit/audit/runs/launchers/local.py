@@ -85,11 +85,8 @@ class ExtraWorker:
     If the worker fails, a thread of this process prints a line about it.
     """
 
-    kind = "worker"
-    consequence = "its claims go back to the others"
-
     def __init__(self, number: int, job: Job, print_line: PrintLine, env: Mapping[str, str] | None = None) -> None:
-        self._number, self._log, self._print_line = number, job.logs / f"{self.kind}-{number}.log", print_line
+        self._number, self._log, self._print_line = number, job.logs / f"worker-{number}.log", print_line
         self._is_stopped = False
         with self._log.open("wb") as out:
             self.process = subprocess.Popen(
@@ -131,7 +128,9 @@ class ExtraWorker:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
             cause = f"{name} (out of memory?)" if name == "SIGKILL" else name
             end = f"was killed by {cause}" if code < 0 else f"stopped with exit code {code}"
-            self._print_line(f"{self.kind} {self._number} {end}; {self.consequence}; see {self._log}: {lines[-1:]}")
+            self._print_line(
+                f"worker {self._number} {end}; its claims go back to the others; see {self._log}: {lines[-1:]}"
+            )
 
 
 def run_worker(job: Job, number: int) -> str:

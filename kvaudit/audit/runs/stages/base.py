@@ -31,9 +31,8 @@ class RunContext:
     """What a stage needs from its process.
 
     ``spec`` has the numbers of items that the pilot has fixed so far. ``takeover`` says that processes on other
-    machines are gone, so that their units are free. ``rank_command`` is the command that starts another process for
-    training the same unit; the number of threads is added to it. With ``asks_refused``, requests that a server refused
-    are sent again.
+    machines are gone, so that their units are free. With ``asks_refused``, requests that a server refused are sent
+    again.
     """
 
     run: RunFolder
@@ -43,7 +42,6 @@ class RunContext:
     bar: RunBar
     print_line: Callable[[str], None]
     takeover: bool = False
-    rank_command: Sequence[str] = ()
     asks_refused: bool = False
 
     def sized(self, items: Mapping[str, int]) -> RunContext:

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from kvaudit.audit.engines import Condition
 from kvaudit.audit.runs.claims import Claim, work_on_units
 from kvaudit.audit.runs.engine_slot import check_engine_unchanged
 from kvaudit.audit.runs.folder import check_inputs_unchanged
-from kvaudit.audit.runs.launchers.base import Job
 from kvaudit.audit.runs.models import Pair, trained_pairs
 from kvaudit.audit.runs.progress import Part
-from kvaudit.audit.runs.ranks import start_ranks
 from kvaudit.audit.runs.recipe import recipe_of
 from kvaudit.audit.runs.stages.base import RunContext, Stage, explain_full_memory
 from kvaudit.audit.training.checkpoint import TELEMETRY, TelemetryLog, drop_state
 from kvaudit.audit.training.config import StartConfig, TrainConfig
 from kvaudit.audit.training.engine_rollouts import EngineUse
-from kvaudit.audit.training.grpo import TrainingRun, train
-from kvaudit.audit.training.ranks import ALONE, RankGroup, keep_on_cpu
+from kvaudit.audit.training.grpo import train
 from kvaudit.audit.training.rewards.base import RewardConfig, parse_reward
 from kvaudit.audit.training.sft import warm_start
 from kvaudit.audit.training.validation import EarlyStop, read_mark
@@ -51,44 +45,19 @@ class TrainStage(Stage):
         section, models = context.spec.train, context.models
         if section is None:
             return context
-        is_done = self.is_done
-        if not is_done:
+        if not self.is_done:
             self._write_recipe(section)
-        self._train_all(list(context.spec.starts), models.is_trained, ALONE)
-        # the other ranks write their own logs, because workers may have ranks too
-        arguments = [*context.rank_command, "--threads", str(torch.get_num_threads())]
-        logs = context.run.path / "logs" / f"ranks-{os.getpid()}"
-        job = Job(arguments, logs, Path.cwd(), any_gpu=context.spec.device in ("auto", "cuda"))
-        with start_ranks(section.ranks, job, context.print_line, any_left=not is_done) as ranks:
-            if section.stops:
-                # first every arm to its own end, then all arms of a seed to the step of the earliest alarm
-                self._train_all(list(section.pairs), self._has_stopped, ranks)
-                self._note_stops(section)
-            self._train_all(list(section.pairs), models.is_trained, ranks)
+        self._train_all(context.spec.starts, models.is_trained)
+        if section.stops:
+            # first every arm to its own end, then all arms of a seed to the step of the earliest alarm
+            self._train_all(section.pairs, self._has_stopped)
+            self._note_stops(section)
+        self._train_all(section.pairs, models.is_trained)
         digests = {f"{pair[0]}/{pair[1]}": models.trained_sha256(pair) for pair in trained_pairs(context.spec)}
         context.run.note(**{CHECKPOINTS: digests})
         return context
 
-    def follow(self, ranks: RankGroup) -> None:
-        """Train the units (an arm and seed each) that the first rank announces, as another rank.
-
-        Ranks are processes that train a unit together.
-        """
-        context = self.context
-        section = context.spec.train
-        assert section is not None
-        context.models.load_on_rank(ranks.number)
-        while (pair := ranks.receive()) is not None:
-            start = context.models.start(pair[1])
-            with explain_full_memory(f"{pair[0]} seed {pair[1]}", _MEMORY_SETTINGS), keep_on_cpu(start, ranks):
-                engine = EngineUse() if section.rollouts is None else self._engine_use(section.rollouts)
-                run = TrainingRun(TrainConfig.of(section, *pair), start, context.run.path, ranks, engine)
-                try:
-                    ranks.follow_rank0(run)
-                finally:
-                    run.close()
-
-    def _train_all(self, pairs: Sequence[Pair], is_done: Callable[[Pair], bool], ranks: RankGroup) -> None:
+    def _train_all(self, pairs: Sequence[Pair], is_done: Callable[[Pair], bool]) -> None:
         context, bar, printed_alarms = self.context, self.context.bar, set[tuple[str, str]]()
         if not all(map(is_done, pairs)):
             context.models.base()
@@ -106,7 +75,7 @@ class TrainStage(Stage):
                 bar.count(pair, done * self._answers_per_step(pair))
                 bar.show(self._step_text(pair, done, row))
 
-            self._train_one(pair, report, ranks)
+            self._train_one(pair, report)
 
         def finish(pair: Pair) -> None:
             if context.models.is_trained(pair):
@@ -125,7 +94,7 @@ class TrainStage(Stage):
         )
         bar.claim(())
 
-    def _train_one(self, pair: Pair, report: Report, ranks: RankGroup) -> None:
+    def _train_one(self, pair: Pair, report: Report) -> None:
         context, (arm, seed) = self.context, pair
         section, out = context.spec.train, context.run.checkpoint(*pair)
         assert section is not None
@@ -143,14 +112,7 @@ class TrainStage(Stage):
             self._check_reward_unchanged(config.reward_config)
             start = context.models.start(seed)
             engine = EngineUse() if config.rollouts is None else self._engine_use(config.rollouts)
-            with ranks.unit(pair), keep_on_cpu(start, ranks):
-                train(
-                    *(config, start, out, progress),
-                    run_folder=context.run.path,
-                    early_stop=early_stop,
-                    ranks=ranks,
-                    engine=engine,
-                )
+            train(config, start, out, progress, run_folder=context.run.path, early_stop=early_stop, engine=engine)
 
     def _engine_use(self, rollouts: str) -> EngineUse:
         def check_unchanged(condition: Condition, description: Mapping[str, str]) -> None:

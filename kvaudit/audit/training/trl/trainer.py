@@ -38,7 +38,6 @@ from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.audit.training.checkpoint import STAGED, versions
 from kvaudit.audit.training.corrections import CORRECTIONS
 from kvaudit.audit.training.optimiser import read_floats
-from kvaudit.audit.training.ranks import full_weights
 from kvaudit.audit.training.trl import output, require_trl
 from kvaudit.audit.training.trl.hosted import FUNCTION, VLLM, HostedArm, check_logprobs
 from kvaudit.audit.training.trl.output import COUNTS, OutputFolder, StepNumbers, TrainingResult, base_sha256
@@ -130,9 +129,26 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     @contextmanager
     def _full_weights(self) -> Iterator[None]:
-        """Gather FSDP2-sharded weights inside the context; all processes enter together, and may leave at any time."""
-        with full_weights(self.accelerator.unwrap_model(self.model)):
+        """Gather FSDP2-sharded weights inside the context, so that each process may run any number of forwards.
+
+        For work without gradient. All processes enter together, and each may leave at any time.
+        """
+        if not self.is_fsdp_enabled:
             yield
+            return
+        from torch.distributed.fsdp import FSDPModule  # some builds of torch are without torch.distributed
+
+        model = self.accelerator.unwrap_model(self.model)
+        sharded = [part for part in model.modules() if isinstance(part, FSDPModule)]
+        for part in sharded:
+            part.set_reshard_after_forward(False, recurse=False)
+            part.unshard()
+        try:
+            yield
+        finally:
+            for part in sharded:
+                part.reshard()
+                part.set_reshard_after_forward(part is not model, recurse=False)
 
     # --- rollouts ------------------------------------------------------------------------------------------------
 
