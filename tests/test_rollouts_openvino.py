@@ -21,7 +21,8 @@ from training_world import config, rows, sha256, silent
 from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken
 from kvaudit.audit.engines import ENGINES, parse_condition
 from kvaudit.audit.engines.base import Drawer, DrawnRollout, EngineContext, EngineFailed, turn_seed
-from kvaudit.audit.engines.rollouts import ExchangeFolder, WorkerDrawer, arrays_sha256, model_weights
+from kvaudit.audit.engines.inside.worker import arrays_sha256
+from kvaudit.audit.engines.rollouts import ExchangeFolder, WorkerDrawer, model_weights
 from kvaudit.audit.training import grpo
 from kvaudit.audit.training.adapters import load_trained_adapter
 from kvaudit.audit.training.engine_rollouts import EngineUse, engine_rollout

@@ -66,10 +66,7 @@ class _Row:
             self.said_in = reply.said_in
             self._add_text(reply.text, reply.finish, reply.thought)
             return
-        ids = reply.ids
-        if self.conversation.suite.until:  # texts that end an answer; it is cut after the first of them
-            ends = (end for end in range(1, len(ids) + 1) if self.conversation.has_ended(ids[:end]))
-            ids = ids[: next(ends, len(ids))]
+        ids = self.conversation.cut(reply.ids)
         is_cut = len(ids) < len(reply.ids)
         # the engine's sum includes the tokens that were cut
         if is_cut or reply.logprob is None or self.logprob is None:

@@ -9,7 +9,6 @@ The engine reports the sha256 of the weights that it holds; rollouts of any othe
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import math
 import shutil
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvaudit.audit.engines.base import Drawer, DrawnRollout, EngineContext, GenerationRequest
+from kvaudit.audit.engines.inside.worker import arrays_sha256
 from kvaudit.audit.engines.worker_client import WorkerSession
 from kvaudit.core.errors import RunError
 from kvaudit.core.files import mutex
@@ -164,23 +164,10 @@ class ExchangeFolder:
 
 def model_weights(model: Any) -> dict[str, Tensor]:
     """Return a model's weights by name, but tied weights (which share memory) only under their first name."""
-    return unique_weights(model.state_dict())
-
-
-def unique_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights by name, but tied weights (which share memory) only under their first name."""
-    unique: dict[int, tuple[str, Tensor]] = {}  # by address: tied weights share their memory
-    for name, tensor in weights.items():
+    unique: dict[int, tuple[str, Tensor]] = {}  # by address
+    for name, tensor in model.state_dict().items():
         unique.setdefault(tensor.data_ptr(), (name, tensor))
     return dict(unique.values())
-
-
-def arrays_sha256(arrays: Mapping[str, Any]) -> str:
-    """Return the sha256 of named numpy arrays; workers compute the same hash of the weights that they hold."""
-    hasher = hashlib.sha256()
-    for name in sorted(arrays):
-        hasher.update(name.encode() + arrays[name].tobytes())
-    return hasher.hexdigest()
 
 
 def _remove_if_unused(folder: Path) -> None:

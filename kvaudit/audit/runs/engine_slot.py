@@ -23,16 +23,19 @@ from kvaudit.audit.engines.base import (
     GenerationRequest,
     Reply,
     Session,
+    parse_condition,
     require_replies,
 )
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.sampling.conversations import item_prompt
 from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.training.adapters import without_adapter
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.files import in_file_name
 from kvaudit.core.provenance import NOT_SHOWN, SERVED_BY
 from kvaudit.core.records import Item
 from kvaudit.core.spec import RunSpec
+from kvaudit.core.spec_train import DENSE_ARM, TrainSpec
 from kvaudit.suites.base import SUITES
 
 _TRIES = 3  # of one batch
@@ -181,6 +184,20 @@ def try_out_engines(
                 text = model.chat.text(reply.ids) if reply.text is None else reply.text
                 on_answer(condition.canonical, item, text if reply.refused is None else f"refused: {reply.refused}")
     check_windows(spec, windows)
+
+
+def try_rollout_engine(spec: RunSpec, section: TrainSpec, model: LoadedModel) -> None:
+    """Start and stop the engine that ``rollouts`` names, so that a RunError comes before the first arm is trained."""
+    if section.rollouts is None or section.arms == (DENSE_ARM,):
+        return
+    condition = parse_condition(section.rollouts)
+    with _trial_logs() as logs:
+        log = logs / f"{in_file_name(condition.engine)}.log"
+        work = EngineContext(without_adapter(model), spec.engine(section.rollouts), log, torch.get_num_threads())
+        try:
+            ENGINES.get(condition.engine).drawer(dict(condition.settings), work).stop()
+        except EngineFailed as error:
+            raise RunError(f"{error} (train.rollouts {condition.canonical})") from None
 
 
 def check_windows(spec: RunSpec, windows: Mapping[str, int]) -> None:

@@ -353,11 +353,8 @@ class Evaluator:
             lengths[item.item_id] = rows * (prompt + suite.answer_tokens)  # padded tokens at most
         if len(lengths) < len(items):
             raise DataError(f"suite {suite.name} gave two items the same item_id; its records could not be paired")
-        return batched(items, lengths, self._batch_tokens // self._spec.evaluate.samples_of(suite.name))
-
-    @property
-    def _batch_tokens(self) -> int:
-        return self._spec.evaluate.batch_tokens
+        section = self._spec.evaluate
+        return batched(items, lengths, section.batch_tokens // section.samples_of(suite.name))
 
     def _serving(self, unit: Unit, suite: Suite) -> Serving:
         return Serving(

@@ -11,7 +11,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from kvaudit.audit.engines import ENGINES, Condition
 from kvaudit.audit.policies import parse_policy
-from kvaudit.audit.runs.engine_slot import FIRST_TOKENS, OnFirstAnswer, try_out_engines
+from kvaudit.audit.runs.engine_slot import FIRST_TOKENS, OnFirstAnswer, try_out_engines, try_rollout_engine
 from kvaudit.audit.runs.evaluate import (
     Batches,
     Evaluator,
@@ -27,7 +27,7 @@ from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import LoadedModel, locate
 from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.audit.training.adapters import check_adapter
-from kvaudit.audit.training.engine_rollouts import check_rollout_engine, try_rollout_engine
+from kvaudit.audit.training.engine_rollouts import check_rollout_engine
 from kvaudit.audit.training.footprint import check_memory
 from kvaudit.audit.training.rewards.base import parse_reward
 from kvaudit.audit.training.sft import check_reward_on_gold, gold_rollout
@@ -81,7 +81,7 @@ def prepare_run(
         Evaluator(model, spec, batches).prepare()
     check_engines(spec, batches)
     if spec.train is not None and trains:
-        try_rollout_engine(spec.train, model, spec.engine(spec.train.rollouts or ""))
+        try_rollout_engine(spec, spec.train, model)
     item = next((item for suite_batches in batches.values() for batch in suite_batches for item in batch), None)
     if item is not None:
         if on_first_answer is not None:  # before an engine converts weights, which may take minutes

@@ -351,9 +351,9 @@ def _margins(plan: CheckPlan) -> dict[str, float]:
     return {f"{plan.suite_of(point)}.{point.facet}": point.margin for point in plan.endpoints}
 
 
-def parse_spec_text(text: str, source: str = "check") -> RunSpec:
+def parse_spec_text(text: str) -> RunSpec:
     """Parse a spec that ``spec_text`` has written."""
-    return parse_spec(text, source, NAMES)
+    return parse_spec(text, "check", NAMES)
 
 
 def run_name(model: str, config: ServingConfig) -> str:

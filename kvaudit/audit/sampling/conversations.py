@@ -263,6 +263,11 @@ class Conversation:
             return False
         return not self._thinks or self._holds_until(self._model.chat.text(ids))
 
+    def cut(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Return an answer's tokens up to the first text that ends it; all of them without one."""
+        ends = range(1, len(ids) + 1) if self.suite.until else ()
+        return ids[: next((end for end in ends if self.has_ended(ids[:end])), len(ids))]
+
     def answer_end(self, text: str) -> int | None:
         """Return where an answer's text ends: after the first ``until`` text outside a thought; None without one.
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kvaudit.audit.cache.attention import find_decoder
-from kvaudit.audit.engines.rollouts import unique_weights
+from kvaudit.audit.engines.rollouts import model_weights
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.sampling.checkpoints import ADAPTER_WEIGHTS, adapter_sha256
 from kvaudit.audit.sampling.model import LoadedModel, verify_folder
@@ -127,7 +127,7 @@ def merged_weights(model: Any) -> dict[str, Tensor]:
     Merged weights are float32.
     """
     layers, merged = _adapted_layers(model), dict[str, Tensor]()
-    for name, tensor in unique_weights(model.state_dict()).items():
+    for name, tensor in model_weights(model).items():
         if _LORA in name:
             continue
         layer, is_adapted, _ = name.partition(f".{_BASE}.weight")

@@ -294,13 +294,7 @@ class CheckpointFolder:
             return
         if claim.get("format") != FORMAT or not isinstance(claim.get("config"), dict):
             raise self._damage(f"{str(self.path / CLAIM)!r} is not of format {FORMAT}")
-        recorded, current = claim["config"], self._config.to_json()
-        # the settings that differ, or else the other entries of the claim that do
-        names = sorted(key for key in set(recorded) | set(current) if recorded.get(key) != current.get(key))
-        names = names or sorted(
-            key for key in {*claim, *self._claim} - {"base_sha256"} if claim.get(key) != self._claim.get(key)
-        )
-        difference = f"with another {', '.join(names)}" if names else "from other base weights"
+        difference = claim_difference(claim, self._claim)
         raise RunError(f"folder {str(self.path)!r} was trained {difference}; choose another folder or delete it")
 
     def _states(self) -> list[Path]:
@@ -341,6 +335,14 @@ class CheckpointFolder:
 
     def _damage(self, problem: str) -> DataError:
         return DataError(f"{problem}; delete {str(self.path)!r} to start over")
+
+
+def claim_difference(claim: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+    """Return how two different claims differ: in these settings, in other entries, or in the base weights."""
+    for one, other in ((claim["config"], current["config"]), (claim, current)):
+        if names := [key for key in {**one, **other} if key != "base_sha256" and one.get(key) != other.get(key)]:
+            return f"with another {', '.join(sorted(names))}"
+    return "from other base weights"
 
 
 def write_provenance(

@@ -7,8 +7,6 @@ returns token ids and log-probs; questions, seeds, rewards and losses are kvaudi
 from __future__ import annotations
 
 import math
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,7 +35,7 @@ from kvaudit.audit.training.rollouts import RolloutSampler, StepRollouts, dense_
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.files import in_file_name
 from kvaudit.core.spec_evaluate import EngineSpec
-from kvaudit.core.spec_train import DENSE_ARM, TrainSpec
+from kvaudit.core.spec_train import TrainSpec
 
 T = TypeVar("T")
 # largest mean gap of a rollout between engine and replay of its store, nats a token; float32 reaches 1e-5
@@ -252,8 +250,7 @@ class _Row:
 
     def take(self, answer: DrawnRollout) -> None:
         """Add an answer to the conversation, cut at the suite's stop text if any, and the environment's reply."""
-        ends = (end for end in range(1, len(answer.ids) + 1) if self.conversation.has_ended(answer.ids[:end]))
-        until = next(ends, len(answer.ids)) if self.conversation.suite.until else len(answer.ids)
+        until = len(self.conversation.cut(answer.ids))
         finish = answer.finish if until == len(answer.ids) else "stop"
         self.tokens.add_sampled(answer, until)
         self.conversation.answer(Completion(answer.ids[:until], answer.logprobs[:until], finish))
@@ -278,21 +275,6 @@ def check_rollout_engine(section: TrainSpec, model: LoadedModel, engine_spec: En
             f"arm {shadows[0]}: some layers of the model have a sliding window or a recurrent state, and it is not "
             "known how an engine stores those; use naive, tis or mis"
         )
-
-
-def try_rollout_engine(section: TrainSpec, model: LoadedModel, engine_spec: EngineSpec) -> None:
-    """Start and stop the engine that ``rollouts`` names, so that a RunError comes before the first arm is trained."""
-    if section.rollouts is None or section.arms == (DENSE_ARM,):
-        return
-    condition = parse_condition(section.rollouts)
-    logs = Path(tempfile.mkdtemp(prefix="kvaudit-engines-"))
-    log = logs / f"{in_file_name(condition.engine)}.log"
-    work = EngineContext(without_adapter(model), engine_spec, log, torch.get_num_threads())
-    try:
-        ENGINES.get(condition.engine).drawer(dict(condition.settings), work).stop()
-    except EngineFailed as error:
-        raise RunError(f"{error} (train.rollouts {condition.canonical})") from None
-    shutil.rmtree(logs)  # kept after an error, which names the log
 
 
 def engine_rollout(

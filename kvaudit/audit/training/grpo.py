@@ -31,7 +31,7 @@ from kvaudit.audit.training.checkpoint import FINAL_LEDGER, CheckpointFolder, Po
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.corrections import CORRECTIONS, NEEDS_WHOLE_BATCH, Correction
 from kvaudit.audit.training.engine_rollouts import EngineRolloutSampler, EngineUse, engine_gap_numbers
-from kvaudit.audit.training.learner import Learner, OldPolicy
+from kvaudit.audit.training.learner import Learner, OldPolicy, pass_logprobs
 from kvaudit.audit.training.losses.base import LOSSES, CriticInputs, Loss, LossInputs, LossOutputs, StepCounts
 from kvaudit.audit.training.optimiser import StepResult, read_floats
 from kvaudit.audit.training.rollouts import RolloutSampler, StepRollouts, rollouts_by_policy
@@ -39,7 +39,7 @@ from kvaudit.audit.training.telemetry import Clock, LearningResult, TelemetryRow
 from kvaudit.audit.training.validation import EarlyStop, Validation
 from kvaudit.core.alarms import alarm_numbers
 
-Progress = Callable[[int, int, TelemetryRow], None]
+Progress = Callable[[int, int, TelemetryRow], None]  # steps done, of all, telemetry of the last one
 
 
 def train(
@@ -153,7 +153,7 @@ class TrainingRun:
         if self.config.rollout_engine is None:
             return self.learner.sampler_view(batch), {}
         replayed = None if self.config.store is None else self.learner.sampler_view(batch)
-        dense = self.learner.dense_view(batch)
+        dense = pass_logprobs(self.model.model, batch, "dense", self.config)
         return replayed, engine_gap_numbers(batch.sampler_logprobs, replayed, dense, batch.sampled)
 
 

@@ -143,7 +143,7 @@ class Critic:
         self._head = torch.nn.Linear(width, 1).to(next(model.parameters()).device)
         for weight in self._head.parameters():
             torch.nn.init.zeros_(weight)
-        self._optimiser = Optimiser(
+        self.optimiser = Optimiser(
             self._head, learning_rate=spec.learning_rate, warmup_steps=0, max_grad_norm=max_grad_norm
         )
 
@@ -172,15 +172,11 @@ class Critic:
         chosen = states[read.columns].float()  # [n, D]; a state predicts the token after it, as its logits do
         return read, part.spread(self._head(chosen)[:, 0])  # [n, 1] to [b, R], 0 where nothing was sampled
 
-    def step(self) -> None:
-        """Take a gradient step on the value loss; a gradient that is not finite is skipped."""
-        self._optimiser.step()
-
     def tensors(self) -> dict[str, Tensor]:
         """Return the head, its moments and the update count, under keys ``critic/...``."""
-        tensors = {_PREFIX + name: tensor for name, tensor in self._optimiser.tensors().items()}
+        tensors = {_PREFIX + name: tensor for name, tensor in self.optimiser.tensors().items()}
         # as a tensor, because a state file can hold nothing else
-        return tensors | {_UPDATES: torch.tensor(self._optimiser.updates)}
+        return tensors | {_UPDATES: torch.tensor(self.optimiser.updates)}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Load what ``Critic.tensors`` returned; raises DataError if it does not fit."""
@@ -188,7 +184,7 @@ class Critic:
         if count is None or count.shape != () or count.dtype != torch.int64 or count < 0:
             raise DataError("training state has no count of the critic's updates; delete the checkpoint folder")
         state = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items() if name.startswith(_PREFIX)}
-        self._optimiser.load(state, int(count))
+        self.optimiser.load(state, int(count))
 
 
 class OldPolicy(NamedTuple):
@@ -261,10 +257,6 @@ class Learner:
         view: LearnerPass = "shadow" if self.config.design.rollout == "compressed" else "dense"
         return pass_logprobs(self.model, batch, view, self.config)
 
-    def dense_view(self, batch: Batch) -> Tensor:
-        """Return the model's log-probs [B, R] with an uncompressed cache, whatever the arm's view is."""
-        return pass_logprobs(self.model, batch, "dense", self.config)
-
     def distillation_kl(self, part: Batch, shadow: TokenPredictions) -> Tensor | None:
         """Return KL(learner || teacher) per token [b, R] between the full cache (dense) and the sampler's (``shadow``).
 
@@ -284,7 +276,7 @@ class Learner:
         # the critic steps even if the policy's step was skipped: its gradient is separate
         result = self.optimiser.step()
         if self._critic is not None:
-            self._critic.step()
+            self._critic.optimiser.step()
         return result
 
     def tensors(self) -> dict[str, Tensor]:

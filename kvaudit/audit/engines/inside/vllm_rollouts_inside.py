@@ -9,12 +9,13 @@ the cache quantises them.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from typing import Any
 
 import numpy as np
+
+from kvaudit.audit.engines.inside.worker import arrays_sha256
 
 
 def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
@@ -97,7 +98,7 @@ class _RolloutEngine:
         (wrong,) = self._engine.apply_model(wrong_names)
         if wrong:
             raise ValueError(f"{len(wrong)} weights differ from the file after loading: {wrong[0]}")
-        self._sha256 = _arrays_sha256({name: tensor.numpy() for name, tensor in weights.items()})
+        self._sha256 = arrays_sha256({name: tensor.numpy() for name, tensor in weights.items()})
         return self._sha256
 
     def _add_hooks(self, model: Any) -> None:
@@ -174,11 +175,3 @@ def _sampling(row: dict[str, Any]) -> Any:
         logprobs=0,  # of the drawn token only
         detokenize=False,
     )
-
-
-def _arrays_sha256(arrays: dict[str, Any]) -> str:
-    """Return the hash that ``rollouts.arrays_sha256`` computes, which cannot be imported here."""
-    hasher = hashlib.sha256()
-    for name in sorted(arrays):
-        hasher.update(name.encode() + arrays[name].tobytes())
-    return hasher.hexdigest()

@@ -14,10 +14,12 @@ modules of this folder. Everything that the engine prints goes to stderr.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
 import sys
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -59,6 +61,14 @@ def _add_packages() -> None:
         sys.modules[name] = ModuleType(name)
         sys.modules[name].__path__ = []
     sys.modules[names[-1]].__path__ = [os.path.dirname(os.path.abspath(__file__))]
+
+
+def arrays_sha256(arrays: Mapping[str, Any]) -> str:
+    """Return the sha256 of named numpy arrays, by which learner and engine see that they hold the same weights."""
+    hasher = hashlib.sha256()
+    for name in sorted(arrays):
+        hasher.update(name.encode() + arrays[name].tobytes())
+    return hasher.hexdigest()
 
 
 if __name__ == "__main__":

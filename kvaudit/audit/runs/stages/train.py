@@ -17,7 +17,7 @@ from kvaudit.audit.runs.stages.base import RunContext, Stage, explain_full_memor
 from kvaudit.audit.training.checkpoint import TELEMETRY, TelemetryLog, drop_state
 from kvaudit.audit.training.config import StartConfig, TrainConfig
 from kvaudit.audit.training.engine_rollouts import EngineUse
-from kvaudit.audit.training.grpo import train
+from kvaudit.audit.training.grpo import Progress, train
 from kvaudit.audit.training.rewards.base import RewardConfig, parse_reward
 from kvaudit.audit.training.sft import warm_start
 from kvaudit.audit.training.validation import EarlyStop, read_mark
@@ -27,7 +27,6 @@ from kvaudit.core.provenance import CHECKPOINTS, RECIPE, REWARD, REWARD_JUDGES, 
 from kvaudit.core.spec_train import BASE_ARM, TrainSpec
 
 _MEMORY_SETTINGS = "train.rollout_rows, train.microbatch_tokens"
-Report = Callable[[int, Mapping[str, Any]], None]  # steps done, telemetry of the last one
 
 
 class TrainStage(Stage):
@@ -66,7 +65,7 @@ class TrainStage(Stage):
             bar.claim([pair])
             bar.resume(pair, self._answers_on_disk(pair))
 
-            def report(done: int, row: Mapping[str, Any]) -> None:
+            def report(done: int, _: int, row: Mapping[str, Any]) -> None:
                 claim.check()
                 for bound in active_alarms(row):
                     if (pair[0], bound.name) not in printed_alarms:  # printed once; telemetry has every step
@@ -94,17 +93,13 @@ class TrainStage(Stage):
         )
         bar.claim(())
 
-    def _train_one(self, pair: Pair, report: Report) -> None:
+    def _train_one(self, pair: Pair, report: Progress) -> None:
         context, (arm, seed) = self.context, pair
         section, out = context.spec.train, context.run.checkpoint(*pair)
         assert section is not None
-
-        def progress(done: int, _: int, row: Mapping[str, Any]) -> None:
-            report(done, row)
-
         with explain_full_memory(f"{arm} seed {seed}", _MEMORY_SETTINGS):
             if arm == BASE_ARM:
-                warm_start(StartConfig.of(section, seed), context.models.base(), out, progress)
+                warm_start(StartConfig.of(section, seed), context.models.base(), out, report)
                 return
             stop = section.watch if section.stops else None
             early_stop = None if stop is None else EarlyStop(stop, section.steps, out, self._arm_folders(seed))
@@ -112,7 +107,7 @@ class TrainStage(Stage):
             self._check_reward_unchanged(config.reward_config)
             start = context.models.start(seed)
             engine = EngineUse() if config.rollouts is None else self._engine_use(config.rollouts)
-            train(config, start, out, progress, run_folder=context.run.path, early_stop=early_stop, engine=engine)
+            train(config, start, out, report, run_folder=context.run.path, early_stop=early_stop, engine=engine)
 
     def _engine_use(self, rollouts: str) -> EngineUse:
         def check_unchanged(condition: Condition, description: Mapping[str, str]) -> None:

@@ -113,14 +113,13 @@ class RewardConfig:
     """The reward of a training run: ``reward`` in ``reward_suites``, the suites' own grades in the other ``suites``."""
 
     reward: Reward
-    grade: Reward
     suites: tuple[str, ...]
     reward_suites: tuple[str, ...]
 
     @property
     def uses_grade_only(self) -> bool:
         """Whether all rewards are the suites' own grades."""
-        return self.reward == self.grade
+        return self.reward == SuiteGrade()
 
     @cached_property
     def sha256(self) -> str:
@@ -131,7 +130,7 @@ class RewardConfig:
     @property
     def judges(self) -> dict[str, str]:
         """The label of the grader or judge that scores the answers, by suite."""
-        rewards = {name: self.reward if name in self.reward_suites else self.grade for name in self.suites}
+        rewards = {name: self.reward if name in self.reward_suites else SuiteGrade() for name in self.suites}
         return {name: reward.grader_label(SUITES.get(name)()) for name, reward in rewards.items()}
 
     @property
@@ -157,9 +156,7 @@ class RewardConfig:
 
         A judge's answers are stored in ``folder`` (see ``Reward.kept_in``).
         """
-        parts = [
-            (reward, reward.kept_in(folder), is_paid) for reward, is_paid in ((self.reward, True), (self.grade, False))
-        ]
+        parts = [(reward, reward.kept_in(folder), reward is self.reward) for reward in (self.reward, SuiteGrade())]
 
         def score(rows: GradedRows) -> list[float | None]:
             scores: list[float | None] = [None] * len(rows)
@@ -207,8 +204,7 @@ def parse_reward(written: str | Mapping[str, Any], suites: Sequence[str]) -> Rew
         if name not in suites:
             raise UnknownName("suite in train.reward.suites", short_repr(name), suites)
     value = options.pop(names[0])
-    grade = REWARDS.get("grade").of(None, {})
-    return RewardConfig(REWARDS.get(names[0]).of(value, options), grade, tuple(suites), tuple(dict.fromkeys(paid)))
+    return RewardConfig(REWARDS.get(names[0]).of(value, options), tuple(suites), tuple(dict.fromkeys(paid)))
 
 
 @dataclass(frozen=True)

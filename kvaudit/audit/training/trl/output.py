@@ -35,6 +35,7 @@ from kvaudit.audit.training.checkpoint import (
     TELEMETRY,
     Position,
     TelemetryLog,
+    claim_difference,
     guarded,
     move_into,
     write_ledgers,
@@ -146,12 +147,10 @@ class OutputFolder:
         write_provenance(self.path, self._claim, result.recipe, position, saved)
 
     def _check_claim(self, claim: Mapping[str, Any]) -> None:
-        recorded, current = claim.get("config"), self._claim["config"]
-        if not isinstance(recorded, dict):
+        if not isinstance(claim.get("config"), dict):
             raise DataError(f"{str(self.path / CLAIM)!r} has no config; give another output_dir")
-        names = [key for key in {**recorded, **current} if recorded.get(key) != current.get(key)]
-        if names or claim.get("base_sha256") != self._claim["base_sha256"]:
-            difference = f"with another {', '.join(sorted(names))}" if names else "from other base weights"
+        if claim != self._claim:
+            difference = claim_difference(claim, self._claim)
             raise RunError(f"folder {str(self.path)!r} was trained {difference}; give another output_dir, or delete it")
 
 
