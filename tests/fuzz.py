@@ -368,9 +368,9 @@ def _ledger(home: Path) -> bytes:
 def _labels(home: Path, run: Path) -> dict[str, Target]:
     """The sheet that people label and its key; a pin."""
     from kvaudit.reports.verdict.label_sheet import (
-        Key,
-        KeyCell,
-        KeyPair,
+        SheetCell,
+        SheetKey,
+        SheetPair,
         ShownAnswer,
         key_path,
         read_key,
@@ -382,9 +382,9 @@ def _labels(home: Path, run: Path) -> dict[str, Target]:
     from kvaudit.reports.verdict.pin import Pin, PinnedCheckpoint
 
     shown = {name: ShownAnswer("math", f"[user] {name}", "4") for name in ("r1", "r2")}
-    pair = KeyPair("i", 0, 11, 11, "r1", "r2")
+    pair = SheetPair("i", 0, 11, 11, "r1", "r2")
     hashes = {name: text_hash(row) for name, row in shown.items()}
-    key = Key("fuzz", "d", 0, 1, hashes, (KeyCell("alike", "naive", "none", "math", 192, (pair,)),))
+    key = SheetKey("fuzz", "d", 0, 1, hashes, (SheetCell("alike", "naive", "none", "math", 192, (pair,)),))
     folder = home / "sheet"
     folder.mkdir()
     sheet = render_sheet(shown).replace(',""\r', ',"1"\r').encode()

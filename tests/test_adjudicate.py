@@ -36,9 +36,9 @@ from kvaudit.reports.verdict.human_labels import (
 )
 from kvaudit.reports.verdict.label_sheet import (
     CHARACTERS,
-    Key,
-    KeyCell,
-    KeyPair,
+    SheetCell,
+    SheetKey,
+    SheetPair,
     ShownAnswer,
     default_concordant,
     key_path,
@@ -780,7 +780,7 @@ def test_any_text_comes_back_from_the_sheet_unchanged(tmp_path_factory, conversa
     row = ShownAnswer("s", conversation, answer)
     path = tmp_path_factory.mktemp("s") / "sheet.csv"
     path.write_text(render_sheet({"r1": row}), encoding="utf-8", newline="")
-    key = Key("run", "d", 0, 1, {"r1": text_hash(row)}, ())
+    key = SheetKey("run", "d", 0, 1, {"r1": text_hash(row)}, ())
     with pytest.raises(DataError, match="rows without a label"):
         read_labels(path, key)
     rows = rows_of(path)
@@ -794,7 +794,9 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
-KEY = Key("run", "d", 0, 1, {"r1": "h"}, (KeyCell("alike", "a", "none", "s", 8, (KeyPair("i", 0, 1, 1, "r1", "r1"),)),))
+KEY = SheetKey(
+    "run", "d", 0, 1, {"r1": "h"}, (SheetCell("alike", "a", "none", "s", 8, (SheetPair("i", 0, 1, 1, "r1", "r1"),)),)
+)
 
 
 def test_a_key_reads_back_as_it_was_written(tmp_path):

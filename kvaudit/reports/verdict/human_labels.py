@@ -34,10 +34,10 @@ from kvaudit.reports.verdict.contrast import CellName, CellPlace, ClusterSums, C
 from kvaudit.reports.verdict.label_sheet import (
     AnswerPlace,
     Indices,
-    Key,
-    KeyCell,
-    KeyPair,
     PairedAnswers,
+    SheetCell,
+    SheetKey,
+    SheetPair,
     ShownAnswer,
     answer_places,
     check_types,
@@ -63,7 +63,7 @@ _PartialLabels = npt.NDArray[np.float64]
 
 def sheet_key(
     data: RunData, answers: Sequence[PairedAnswers], *, seed: int, concordant: int, spread: bool = True
-) -> tuple[Key, dict[str, ShownAnswer]]:
+) -> tuple[SheetKey, dict[str, ShownAnswer]]:
     """Return the key of a sheet (which row shows which answers), and the content of its rows by row name.
 
     Both follow from the records, ``seed`` and ``concordant``, the number of pairs to label that the judge graded alike.
@@ -74,20 +74,20 @@ def sheet_key(
     distinct = {hashes[place]: texts[place] for place in sorted(texts)}  # equal texts share a row
     names = dict(zip(distinct, row_names(len(distinct), seed), strict=True))
     rows = {place: names[text] for place, text in hashes.items()}
-    key = Key(
+    key = SheetKey(
         run=data.spec.name,
         records=records_digest(data.records),
         seed=seed,
         concordant=concordant,
         rows={name: text for text, name in names.items()},
-        cells=tuple(_key_cell(pairs, indices, rows) for pairs, indices in zip(answers, picks, strict=True)),
+        cells=tuple(_sheet_cell(pairs, indices, rows) for pairs, indices in zip(answers, picks, strict=True)),
     )
     return key, {names[text]: row for text, row in distinct.items()}
 
 
-def _key_cell(pairs: PairedAnswers, indices: Indices, names: Mapping[AnswerPlace, str]) -> KeyCell:
+def _sheet_cell(pairs: PairedAnswers, indices: Indices, names: Mapping[AnswerPlace, str]) -> SheetCell:
     chosen = tuple(
-        KeyPair(
+        SheetPair(
             item=str(pairs.items[i]),
             sample=int(pairs.samples[i]),
             candidate_seed=int(pairs.seeds[0][i]),
@@ -97,10 +97,10 @@ def _key_cell(pairs: PairedAnswers, indices: Indices, names: Mapping[AnswerPlace
         )
         for i in indices
     )
-    return KeyCell(*pairs.contrast.place, chosen)
+    return SheetCell(*pairs.contrast.place, chosen)
 
 
-def check_key(key: Key, sheet: Path, data: RunData, answers: Sequence[PairedAnswers]) -> None:
+def check_key(key: SheetKey, sheet: Path, data: RunData, answers: Sequence[PairedAnswers]) -> None:
     """Raise DataError if the key of a label sheet is not the one that ``sheet_key`` makes of these records.
 
     ``sheet_key`` gets the settings (seed, number of pairs) that the key itself states.
@@ -115,7 +115,7 @@ def check_key(key: Key, sheet: Path, data: RunData, answers: Sequence[PairedAnsw
         )
 
 
-def _answers_of_gated_cell(answers: Mapping[CellPlace, PairedAnswers], cell: KeyCell) -> PairedAnswers:
+def _answers_of_gated_cell(answers: Mapping[CellPlace, PairedAnswers], cell: SheetCell) -> PairedAnswers:
     if cell.place not in answers:
         name = f"{cell.arm}, {cell.suite}"[:120]
         raise DataError(f"the sheet's key names a cell that is not gated: {name}; write another sheet")
@@ -149,7 +149,7 @@ class Labels:
     format: int = LABELS_FORMAT
 
 
-def collect_labels(run: Path, reference: str, key: Key, labels: Mapping[str, int]) -> Labels:
+def collect_labels(run: Path, reference: str, key: SheetKey, labels: Mapping[str, int]) -> Labels:
     """Return the labels of a sheet, by hash of the labelled text, together with those stored for the run's other cells.
 
     ``labels`` are by row of the sheet. Raises DataError if the stored labels are about other records.
@@ -166,7 +166,7 @@ def collect_labels(run: Path, reference: str, key: Key, labels: Mapping[str, int
     return Labels(key.records, reference, (*kept, *cells))
 
 
-def earlier_labels(run: Path, key: Key) -> dict[str, int]:
+def earlier_labels(run: Path, key: SheetKey) -> dict[str, int]:
     """Return the labels that people gave to the same texts on earlier sheets of this run, by row of the new sheet."""
     stored = load_labels(run, may_lack_cells=True)
     texts = {text: label for cell in stored.cells for text, label in cell.labels.items()} if stored else {}

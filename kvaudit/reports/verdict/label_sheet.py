@@ -42,7 +42,7 @@ _SIMPLE_KEY = 1  # format of keys whose pairs were not spread over templates
 
 
 @dataclass(frozen=True)
-class KeyPair:
+class SheetPair:
     """One entry of the label sheet's key: where both answers of a pair come from, and which sheet rows show them."""
 
     item: str
@@ -54,14 +54,14 @@ class KeyPair:
 
 
 @dataclass(frozen=True)
-class KeyCell(CellName):
+class SheetCell(CellName):
     """The part of the label sheet's key that lists the pairs of one gated cell."""
 
-    pairs: tuple[KeyPair, ...]
+    pairs: tuple[SheetPair, ...]
 
 
 @dataclass(frozen=True)
-class Key:
+class SheetKey:
     """The key of a label sheet, which says whose answers its rows show.
 
     ``rows`` maps a row's name to the sha256 of its content; ``records`` is the digest of the scored records.
@@ -72,7 +72,7 @@ class Key:
     seed: int
     concordant: int
     rows: Mapping[str, str]
-    cells: tuple[KeyCell, ...]
+    cells: tuple[SheetCell, ...]
     format: int = KEY_FORMAT
 
     @property
@@ -86,12 +86,12 @@ def key_path(sheet: Path) -> Path:
     return sheet.with_suffix(".key.json")
 
 
-def render_key(key: Key) -> str:
+def render_key(key: SheetKey) -> str:
     """Return the key of a label sheet (which says whose answers its rows show) as JSON."""
     return json.dumps(asdict(key), ensure_ascii=True, indent=1) + "\n"
 
 
-def read_key(sheet: Path) -> Key:
+def read_key(sheet: Path) -> SheetKey:
     """Read the key of a label sheet; raises DataError if it is missing or no key.
 
     The key says whose answers the rows of the sheet show.
@@ -105,13 +105,13 @@ def read_key(sheet: Path) -> Key:
         raise DataError(f"{str(path)!r} is not the key of a sheet ({one_line(error)})") from None
 
 
-def _parse_key(value: Any) -> Key:
+def _parse_key(value: Any) -> SheetKey:
     if value["format"] not in (_SIMPLE_KEY, KEY_FORMAT):
         raise ValueError(f"format {value['format']!r}, wanted {KEY_FORMAT}")
     cells = []
     for cell in value["cells"]:
-        pairs = tuple(KeyPair(**check_types(pair, KeyPair)) for pair in cell["pairs"])
-        cells.append(KeyCell(**{**check_types({**cell, "pairs": ()}, KeyCell), "pairs": pairs}))
+        pairs = tuple(SheetPair(**check_types(pair, SheetPair)) for pair in cell["pairs"])
+        cells.append(SheetCell(**{**check_types({**cell, "pairs": ()}, SheetCell), "pairs": pairs}))
     if not cells or len({cell.place for cell in cells}) < len(cells):
         raise ValueError("it names no cell, or a cell twice")
     for name, least in (("seed", 0), ("concordant", 1)):
@@ -121,7 +121,9 @@ def _parse_key(value: Any) -> Key:
     unknown = {row for cell in cells for p in cell.pairs for row in (p.candidate_row, p.reference_row)} - set(rows)
     if unknown:
         raise ValueError(f"a pair names row {sorted(unknown)[0]!r}, which is not in the key")
-    return Key(**{**check_types({**value, "cells": (), "rows": {}}, Key), "cells": tuple(cells), "rows": rows})
+    return SheetKey(
+        **{**check_types({**value, "cells": (), "rows": {}}, SheetKey), "cells": tuple(cells), "rows": rows}
+    )
 
 
 def check_types(value: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
@@ -198,7 +200,7 @@ def _hash(cells: Iterable[str]) -> str:
     return hashlib.sha256(json.dumps(plain).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def read_labels(sheet: Path, key: Key) -> dict[str, int]:
+def read_labels(sheet: Path, key: SheetKey) -> dict[str, int]:
     """Return row -> label of a sheet; raises DataError for unknown, duplicate, missing, changed or unlabelled rows."""
     rows = _rows(sheet)
     names = [row["row"].strip() for row in rows]
