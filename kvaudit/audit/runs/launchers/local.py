@@ -110,9 +110,8 @@ class ExtraWorker:
         self._is_stopped = True
         self.process.terminate()
 
-    def stop(self, patience: float, grace: float = GRACE_SECONDS) -> None:
-        """Wait ``patience`` seconds for the worker's end, ask it to end, and kill it after ``grace`` seconds."""
-        self._waiter.join(patience)
+    def stop(self, grace: float = GRACE_SECONDS) -> None:
+        """Ask the worker to end, and kill it after ``grace`` seconds."""
         self.ask_to_end()
         self._waiter.join(grace)
         self.process.kill()
@@ -148,7 +147,7 @@ def run_worker(job: Job, number: int) -> str:
     try:
         worker.wait()
     finally:
-        worker.stop(0.0)
+        worker.stop()
     return "".join(lines)
 
 
@@ -179,7 +178,7 @@ def local_workers(count: int, job: Job, print_line: PrintLine) -> Iterator[Seque
             worker.ask_to_end()
         until = time.monotonic() + GRACE_SECONDS
         for worker in workers:
-            worker.stop(0.0, max(0.0, until - time.monotonic()))
+            worker.stop(max(0.0, until - time.monotonic()))
 
 
 class _LocalWorkers(list[ExtraWorker]):
