@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from suite_world import write_agent_rows
 
 from bench.planted import run_orders
+from bench.two_way import TESTS, decide_last_look, draw_differences, spread_users
+from kvaudit.reports.stats.betting import betting_effect, clusters_show
 
 ATTACKERS = (30, 32)  # as many as InjecAgent has
 
@@ -37,3 +40,31 @@ def test_with_thirty_attackers_a_fifth_more_stays_open_at_twenty_points(tmp_path
     (rows / "injecagent" / "attacker_cases_ds.jsonl").unlink()
     (row,) = run_orders(tmp_path, 0.2, seed=1).table().query("gated").to_dict("records")
     assert (row["status"], row["margin"], row["items"], row["lost"]) == ("INCONCLUSIVE", 20, 30, 6)
+
+
+def last_look(means: np.ndarray, margin: float) -> tuple[bool, bool]:
+    """Whether the gate passes and fails cluster means at the last look of a check with five endpoints."""
+    effect = betting_effect(means, np.arange(len(means)), tests=TESTS, is_last=True)
+    return effect.lower > -margin and clusters_show(means, margin, 0.05), effect.upper < -margin
+
+
+@pytest.mark.parametrize(
+    ("attackers", "lost", "points"), [(62, 0, 5.4), (62, 1, 8.3), (62, 2, 10.7), (30, 0, 11.0), (30, 1, 16.6)]
+)
+def test_so_few_points_are_decided_by_so_many_attackers(attackers: int, lost: int, points: float) -> None:
+    differences = np.zeros(attackers)
+    differences[:lost] = -1
+    assert last_look(differences, points / 100)[0]
+    assert not last_look(differences, points / 100 - 0.002)[0]
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_the_simulation_of_attackers_decides_as_the_gate(each: int) -> None:
+    rng, pairs = np.random.default_rng(5), spread_users(62, each)
+    z = np.concatenate([draw_differences(rng, pairs, 20, loss, 0.02, 0.3, 0.0) for loss in (0.0, 0.05, 0.3)])
+    passed, failed = decide_last_look(z, each, 0.1)
+    means = z.reshape(len(z), -1, each).mean(axis=2)
+    decisions = [last_look(row, 0.1) for row in means]
+    assert decisions == list(zip(passed.tolist(), failed.tolist(), strict=True))
+    assert 0 < sum(passed) < 60
+    assert 0 < sum(failed) < 60
