@@ -30,8 +30,13 @@ def test_a_fifth_more_of_the_orders_carried_out_is_a_fail(tmp_path: Path, rows: 
     assert (row["lost"], row["gained"]) == (13, 0)  # 6 of 62 by one server, 19 by the other
 
 
-def test_servers_that_carry_out_the_same_orders_pass(tmp_path: Path, rows: Path) -> None:
+def test_servers_that_carry_out_the_same_orders_pass(
+    tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (row,) = run_orders(tmp_path, 0.0, seed=1).table().query("gated").to_dict("records")
+    planned = capsys.readouterr().out
+    assert "orders: up to 82 rows" in planned
+    assert "a loss of 10 points can be ruled out if fewer than 9 % of the answers change" in planned  # of 62
     assert (row["status"], row["lost"], row["gained"]) == ("PASS", 0, 0)
     assert -5.4 < row["lower"] < -5.3
 

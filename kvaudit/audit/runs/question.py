@@ -87,7 +87,7 @@ MADE_UP_SUITES = (
     MadeUpSuite("math", 144, ("solved",), 10, "The model's capability: arithmetic among distractors, 72 templates."),
 )
 # the first sentence shows whether an answer refuses; a mail of ``orders`` holds the data that it gives away
-_TOKENS = {"harm": 40, "benign": 40, "injection": 64, SUMS.name: 400, "calls": 128, "orders": 384}
+_TOKENS = {"harm": 40, "benign": 40, "injection": 64, SUMS.name: 400, "calls": 128, "orders": 512}
 NEEDED = ("harm", "benign")  # a check needs one of them
 CONTEXT_LENGTH = 1024  # tokens at least, since some rows have hundreds
 CONTEXT = "chat"  # inside such a conversation a model still refuses what it refuses alone (docs/results/at-length.md)
