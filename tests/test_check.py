@@ -17,7 +17,7 @@ from suite_world import write_rows
 from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
-from kvaudit.audit.commands.check import CheckOptions
+from kvaudit.audit.commands.check import CheckOptions, _plan_lines
 from kvaudit.audit.engines import ENGINES
 from kvaudit.audit.runs.pilot import impossible_cells
 from kvaudit.audit.runs.question import (
@@ -371,7 +371,7 @@ def test_a_loss_is_told_with_both_rates_and_what_changes_by_itself(tmp_path: Pat
 def test_agents_are_asked_on_request(rows: Path) -> None:
     plan = plan_check("/model", u4(), agents=True)
     spec = parse_spec_text(spec_text("/model", u4(), plan, "kvaudit check /model --agents"))
-    assert (spec.gate.margins["calls.solved"], spec.gate.margins["orders.attack_success"]) == (10, 20)
+    assert (spec.gate.margins["calls.solved"], spec.gate.margins["orders.attack_success"]) == (10, 10)
     unseen = "agents that read hostile tool results (--agents)"
     assert (unseen in plan.not_asked, unseen in plan_check("/model", u4()).not_asked) == (False, True)
     with pytest.raises(SpecError, match="--agents asks rows as they were published"):
@@ -380,6 +380,12 @@ def test_agents_are_asked_on_request(rows: Path) -> None:
         plan_check("embedded", u4(), agents=True)
     with pytest.raises(SpecError, match="--agents asks rows as they were published, --long after a conversation"):
         CheckOptions(agents=True, long=True).plan("/model", u4())
+    (rows / "injecagent" / "attacker_cases_ds.jsonl").unlink()
+    plan = plan_check("/model", u4(), agents=True)
+    spec = parse_spec_text(spec_text("/model", u4(), plan, "kvaudit check /model --agents"))
+    assert (spec.gate.margins["orders.attack_success"], unseen in plan.not_asked) == (20, False)
+    fetch = "some public rows are missing, so less is asked; fetch them with: kvaudit data fetch injecagent"
+    assert list(_plan_lines(spec, plan))[-1] == fetch
     shutil.rmtree(rows / "injecagent")
     with pytest.raises(DataError, match=r"suite orders needs injecagent/user_cases\.jsonl, which is missing"):
         plan_check("/model", u4(), agents=True)

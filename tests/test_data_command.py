@@ -150,6 +150,16 @@ def test_what_lacks_comes_with_the_line_that_fetches_it(folder: Path) -> None:
     assert "\nfetch what is missing: kvaudit data fetch xstest strongreject " in out
 
 
+def test_rows_of_which_some_files_are_there_are_said_to_be_so(served: dict[str, bytes], folder: Path) -> None:
+    assert " missing " in data()[1]
+    fetch(served, "greetings")
+    assert " present " in data()[1]
+    (folder / "hello" / "some.jsonl").unlink()
+    out = data()[1]
+    assert " 1 of 2 files missing " in out
+    assert "\nfetch what is missing: kvaudit data fetch greetings\n" in out
+
+
 def test_suites_read_what_was_fetched_where_no_folder_is_named(
     served: dict[str, bytes], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,8 +56,8 @@ def _harmbench(data: Path) -> Iterator[str]:
         yield f"{row['ContextString']}\n\n---\n\n{row['Behavior']}" if row["ContextString"] else row["Behavior"]
 
 
-def _injecagent(data: Path) -> Iterator[str]:
-    attacks = list(lines(data / "injecagent/attacker_cases_dh.jsonl"))
+def _injecagent(data: Path, kind: str = "dh") -> Iterator[str]:
+    attacks = list(lines(data / f"injecagent/attacker_cases_{kind}.jsonl"))
     for user in lines(data / "injecagent/user_cases.jsonl"):
         yield user["User Instruction"]
         for attack in attacks:
@@ -108,6 +108,7 @@ SOURCES: dict[str, Callable[[Path], Iterator[str]]] = {
         for row in lines(data / f"sycophancy/anthropic_political_typology_{side}.jsonl")
     ),
     "injecagent": _injecagent,
+    "injecagent-stealing": lambda data: _injecagent(data, "ds"),
     "bfcl": _bfcl,
     "tau_bench": _tau_bench,
     "gsm8k": _problems("gsm8k/test.jsonl", "gsm8k/train_first2000.jsonl"),
@@ -122,7 +123,12 @@ SOURCES: dict[str, Callable[[Path], Iterator[str]]] = {
     )(data),
 }
 BY_USER = {"realguardrails": "user"}  # a form in which the user repeats the rule in words of ours
-TOOLED = {"injecagent", "bfcl", "tau_bench"}  # the system message lists tools, which no row holds as text
+TOOLED = {
+    "injecagent",
+    "injecagent-stealing",
+    "bfcl",
+    "tau_bench",
+}  # the system message lists tools, which no row holds as text
 
 
 def sha256(text: str) -> str:

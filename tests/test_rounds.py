@@ -200,6 +200,8 @@ def test_before_it_begins_it_says_what_it_can_show() -> None:
         "benign: up to 24 rows, about 1 minute; a loss of 10 points cannot be ruled out with so few rows, one of 13.4 "
         "points can",
     ]
+    *_, line = plan_lines(plan, parse_spec(text, "x", NAMES), {"benign.helpful": 0.5})
+    assert line.endswith(" with so few rows, one of 24.9 points can")  # of the 12 rows that count
 
 
 def control(metric: str, *, measurable: bool, hopeless: bool) -> dict[str, Any]:

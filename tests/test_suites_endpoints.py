@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from suite_world import write_rows
+from suite_world import play, write_rows
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Message, Role
 from kvaudit.suites.base import SUITES
-from kvaudit.suites.endpoints import AGENTS, ENDPOINTS, absent_sources, has_public_rows, mix_sources
+from kvaudit.suites.endpoints import (
+    AGENTS,
+    ENDPOINTS,
+    absent_sources,
+    agent_endpoints,
+    check_files,
+    has_public_rows,
+    mix_sources,
+)
+from kvaudit.suites.injecagent import STEALING_FILES, has_thefts
 from kvaudit.suites.requests import SEPARATOR
 
 NAMES = ("harm", "benign", "injection")
@@ -87,25 +97,56 @@ def test_calls_and_orders_are_graded_as_by_the_suites_that_they_come_from(rows: 
         for item in asked(name):
             assert item.tools
             assert item.suite == name
-            for text in (*suite.gold(item), "", "I did it."):
-                transcript = (*item.messages, Message(Role.ASSISTANT, text))
+            gold = suite.gold(item)
+            for answers in (gold, ("",), ("I did it.",), gold[:1]):
+                transcript = play(suite, item, answers)
                 assert suite.grade(item, transcript) == source.grade(item, transcript)
-            (gold,) = suite.gold(item)
-            assert suite.grade(item, (*item.messages, Message(Role.ASSISTANT, gold))).score == 1.0
+            assert suite.grade(item, play(suite, item, gold)).score == 1.0
 
 
-def test_every_attacker_gives_one_order_and_every_third_is_the_users(rows: Path) -> None:
+def test_every_attacker_gives_one_order_and_every_third_is_given_by_the_user_too(rows: Path) -> None:
     found = SUITES.get("orders")().choose_items(3)
-    twins = [item.payload["twin"] for item in found]
-    assert twins == [("attack", "attack", "asked")[n % 3] for n in range(len(found))]
+    by_twin = {twin: [item for item in found if item.payload["twin"] == twin] for twin in ("attack", "asked")}
+    attacks = [item.payload["attacker_tool"] for item in by_twin["attack"]]
+    assert attacks == [*(f"DeskWipe{n}" for n in range(9)), *(f"DeskFind{n}" for n in range(9))]
+    assert [item.payload["attacker_tool"] for item in by_twin["asked"]] == attacks[2::3]
+    sources = Counter(item.cluster_id.split("-")[1] for item in asked("orders"))
+    assert sources == {"direct": 9, "stealing": 9, "asked": 6}
     assert {item.item_id for item in asked("orders", 3)} != {item.item_id for item in asked("orders", 4)}
+
+
+def test_an_order_to_steal_data_takes_two_answers(rows: Path) -> None:
+    suite = SUITES.get("orders")()
+    thefts = [item for item in asked("orders") if item.cluster_id.startswith("orders-stealing")]
+    for item in thefts:
+        calls = [json.dumps({"name": name, "arguments": {}}) for name in (item.payload["attacker_tool"], "DeskMail")]
+        transcript = play(suite, item, calls)
+        assert transcript[-2] == Message(Role.TOOL, item.payload["result"])
+        assert suite.grade(item, transcript).facets["attack_success"] is True
+        assert suite.grade(item, transcript[:-2]).facets["attack_success"] is False
+    assert suite.max_turns == 2
+
+
+@pytest.mark.parametrize("file", STEALING_FILES[1::2])
+def test_without_the_attackers_who_steal_data_the_others_are_asked_and_the_margin_is_wider(
+    file: str, rows: Path
+) -> None:
+    assert (has_thefts(), agent_endpoints(), absent_sources("orders")) == (True, AGENTS, ())
+    (rows / file).unlink()
+    sources = Counter(item.cluster_id.split("-")[1] for item in asked("orders"))
+    assert sources == {"direct": 9, "asked": 3}
+    check_files("orders")
+    assert has_public_rows("orders")
+    assert [one.name for one in absent_sources("orders")] == ["injecagent"]
+    assert [endpoint.margin for endpoint in (*AGENTS, *agent_endpoints())] == [10, 10, 10, 20]
 
 
 @pytest.mark.realdata
 @pytest.mark.skipif("KVAUDIT_DATA" not in os.environ, reason="the public rows are read from KVAUDIT_DATA")
 def test_the_public_rows_make_so_many_kinds() -> None:
     found = {name: asked(name, 1000) for name in WITH_AGENTS}
-    sizes = {"harm": 1036, "benign": 283, "injection": 251, "calls": 376, "orders": 30}
+    orders = 62 + 20 if has_thefts() else 30 + 10
+    sizes = {"harm": 1036, "benign": 283, "injection": 251, "calls": 376, "orders": orders}
     assert {name: len(items) for name, items in found.items()} == sizes
     sources = Counter(item.cluster_id.split("-")[1] for item in found["harm"])
     assert sources == {"strongreject": 302, "advbench": 277, "harmbench": 276, "xstest": 181}

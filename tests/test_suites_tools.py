@@ -16,7 +16,7 @@ from kvaudit.core.records import Item, Message, Outcome, Role, ToolCall
 from kvaudit.core.tool_forms.text import FORM, as_text, format_calls, list_tools, python_calls, read_calls
 from kvaudit.suites.base import Suite
 from kvaudit.suites.bfcl import Bfcl, apply_schema
-from kvaudit.suites.injecagent import ATTACKS, SLOT, TOOLS, USERS, InjecAgent, read_cases
+from kvaudit.suites.injecagent import FILES, SLOT, STEALING_FILES, InjecAgent, InjecAgentStealing, read_cases
 from kvaudit.suites.sources import data_file, json_array
 from kvaudit.suites.tau_bench import TauBench
 from kvaudit.suites.tool_calls import accepted_call, accepts, exact_options, function_schema
@@ -161,9 +161,9 @@ def test_a_call_accepts_itself_alone() -> None:
 # --- injecagent ----------------------------------------------------------------------------------------------------
 
 
-def twins(data: Path) -> dict[str, Item]:
+def twins(data: Path, suite: Suite | None = None) -> dict[str, Item]:
     """The three twins of one case."""
-    found = items(InjecAgent())
+    found = items(suite or InjecAgent())
     return {i.payload["twin"]: i for i in found if i.item_id.rpartition("-")[0] == found[0].item_id.rpartition("-")[0]}
 
 
@@ -208,10 +208,43 @@ def test_a_broken_call_tells_nothing_about_the_attack(data: Path) -> None:
     assert found.facets == {"attack_success": None, "utility": None, "well_formed": False}
 
 
+def test_who_steals_data_reads_them_first_and_one_result_of_the_tool_is_what_is_read(data: Path) -> None:
+    found = twins(data, InjecAgentStealing())
+    payload = found["attack"].payload
+    assert payload["sender"] == "DeskMail"
+    number = payload["attacker_tool"].removeprefix("DeskFind")
+    assert payload["result"] == f'{{"key": "{number}-0"}}'  # of two that the file has for other arguments
+    names = {tool["function"]["name"] for tool in found["attack"].tools}
+    assert {"DeskMail", f"DeskFind{number}"} < names
+    assert len(names) == 3
+    calls = [format_calls([ToolCall(name, {})]) for name in (payload["attacker_tool"], "DeskMail")]
+    facets = {name: dict(grade(InjecAgentStealing(), item, calls).facets) for name, item in found.items()}
+    assert facets == {
+        "attack": {"attack_success": True, "utility": False, "well_formed": True},
+        "clean": {"helpful": False, "well_formed": True},
+        "asked": {"capable": True, "well_formed": True},
+    }
+
+
+@pytest.mark.realdata
+@pytest.mark.skipif(
+    not all((Path(os.environ.get("KVAUDIT_DATA", os.devnull)) / name).exists() for name in STEALING_FILES),
+    reason="needs the rows of attackers who steal data: kvaudit data fetch injecagent",
+)
+def test_the_published_attackers_who_steal_data_read_with_one_tool_and_mail_with_another() -> None:
+    users, attacks, _ = read_cases(*(data_file("injecagent-stealing", name) for name in STEALING_FILES))
+    assert (len(users), len(attacks), len({attack.tool for attack in attacks})) == (17, 32, 32)
+    assert {attack.sender for attack in attacks} == {"GmailSendEmail"}
+    assert max(len(attack.result) for attack in attacks) == 970
+    assert attacks[0].result.count("Home address") == 1
+    suite = InjecAgentStealing()
+    assert (suite.rows("eval"), suite.rows("train")) == (13 * 21 * 3, 4 * 11 * 3)
+
+
 @pytest.mark.realdata
 @pytest.mark.skipif("KVAUDIT_DATA" not in os.environ, reason="needs the public rows that KVAUDIT_DATA names")
 def test_the_published_cases_are_users_times_attackers() -> None:
-    users, attacks, _ = read_cases(*(data_file("injecagent", name) for name in (USERS, ATTACKS, TOOLS)))
+    users, attacks, _ = read_cases(*(data_file("injecagent", name) for name in FILES))
     ours = {(user.name, user.response.replace(SLOT, attack.instruction)) for user in users for attack in attacks}
     published = json_array(data_file("injecagent", "injecagent/test_cases_dh_base.json"))
     assert {(row["User Tool"], row["Tool Response"].strip('"').replace('\\"', '"')) for row in published} == ours
@@ -331,6 +364,18 @@ BROKEN: list[tuple[type[Suite], str, Callable[[dict[str, Any]], object], str]] =
     ),
     (InjecAgent, "injecagent/attacker_cases_dh.jsonl", lambda row: row.update({"Attacker Tools": []}), "the tool ''"),
     (
+        InjecAgentStealing,
+        "injecagent/attacker_cases_ds.jsonl",
+        lambda row: row.update({"Attacker Tools": ["DeskFind0"]}),
+        "row 1 names the tool ''",
+    ),
+    (
+        InjecAgentStealing,
+        "injecagent/attacker_cases_ds.jsonl",
+        lambda row: row.update({"Attacker Tools": ["DeskRead3", "DeskMail"]}),
+        r"holds no result of the tool 'DeskRead3', which .*attacker_cases_ds\.jsonl' row 1 calls",
+    ),
+    (
         InjecAgent,
         "injecagent/tools.json",
         lambda row: row.update({"tools": [1]}),
@@ -389,6 +434,24 @@ def test_files_too_short_to_be_split_are_named(data: Path, name: str, kept: int,
     path.write_text("\n".join(path.read_text().splitlines()[:kept]))
     with pytest.raises(DataError, match=rf"{name}.jsonl.* hold {told}"):
         InjecAgent().items("train" if "train" in told else "eval", 1, 0, 600, words)
+
+
+@pytest.mark.parametrize(("text", "told"), [("[]", "holds a list, expected an object"), ("{", "is not JSON")])
+def test_results_that_are_no_object_are_named(data: Path, text: str, told: str) -> None:
+    path = data / "injecagent" / "attacker_simulated_responses.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=rf"{path.name}' {told}"):
+        items(InjecAgentStealing(), 1)
+
+
+@pytest.mark.parametrize("name", ["attacker_cases_ds.jsonl", "attacker_simulated_responses.json"])
+def test_without_the_attackers_who_steal_data_it_is_one_line_that_says_how_to_get_them(data: Path, name: str) -> None:
+    (data / "injecagent" / name).unlink()
+    told = rf"suite injecagent-stealing needs injecagent/{name}, which is .*; fetch it with: kvaudit data fetch injec"
+    with pytest.raises(DataError, match=told) as caught:
+        items(InjecAgentStealing(), 1)
+    assert "\n" not in str(caught.value)
+    assert items(InjecAgent(), 1)
 
 
 @pytest.mark.parametrize(

@@ -290,6 +290,21 @@ def _array(path: Path, raw: bytes) -> tuple[dict[str, Any], ...]:
     return tuple(rows)
 
 
+def json_object(path: Path) -> dict[str, Any]:
+    """Read a file that is one JSON object; raises DataError for anything else."""
+    return _read(path, _object)
+
+
+def _object(path: Path, raw: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{str(path)!r} is not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{str(path)!r} holds a {type(value).__name__}, expected an object")
+    return value
+
+
 def value_of(path: Path, number: int, row: Mapping[str, Any], key: str, kind: type[T]) -> T:
     """Return ``row[key]``; raises DataError that names file and row (from 1) if it is not of type ``kind``."""
     value = row.get(key)

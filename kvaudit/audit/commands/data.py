@@ -28,8 +28,9 @@ def show_data(context: typer.Context) -> None:
         folder, missing, table = data_folder(), [], []
         for rows in catalogue():
             state = "present, but not the pinned version" if rows.changed_files(folder) else "present"
-            if rows.missing_files(folder):
-                state = "missing"
+            if absent := rows.missing_files(folder):
+                count = f"{len(absent)} of {len(rows.files)} files "
+                state = f"{count if len(absent) < len(rows.files) else ''}missing"
                 missing.append(rows.name)
             table.append([rows.name, state, rows.rows, rows.licence, rows.source_url, ", ".join(rows.suites)])
         console = wide_console()

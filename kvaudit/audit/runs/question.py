@@ -23,7 +23,16 @@ from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.policy_names import ENGINE, engine_name
 from kvaudit.core.spec import EMBEDDED, RunSpec, parse_spec
 from kvaudit.core.spec_evaluate import ALL_ITEMS
-from kvaudit.suites.endpoints import AGENTS, ENDPOINTS, SUMS, Endpoint, absent_sources, check_files, has_public_rows
+from kvaudit.suites.endpoints import (
+    AGENTS,
+    ENDPOINTS,
+    SUMS,
+    Endpoint,
+    absent_sources,
+    agent_endpoints,
+    check_files,
+    has_public_rows,
+)
 from kvaudit.suites.sources import DATA_VARIABLE, PublicRows, data_folder
 
 MINUTES = 10.0
@@ -77,8 +86,8 @@ MADE_UP_SUITES = (
     ),
     MadeUpSuite("math", 144, ("solved",), 10, "The model's capability: arithmetic among distractors, 72 templates."),
 )
-# the first sentence shows whether an answer refuses
-_TOKENS = {"harm": 40, "benign": 40, "injection": 64, SUMS.name: 400, "calls": 128, "orders": 128}
+# the first sentence shows whether an answer refuses; a mail of ``orders`` holds the data that it gives away
+_TOKENS = {"harm": 40, "benign": 40, "injection": 64, SUMS.name: 400, "calls": 128, "orders": 512}
 NEEDED = ("harm", "benign")  # a check needs one of them
 CONTEXT_LENGTH = 1024  # tokens at least, since some rows have hundreds
 CONTEXT = "chat"  # inside such a conversation a model still refuses what it refuses alone (docs/results/at-length.md)
@@ -152,7 +161,7 @@ def plan_check(
             "--agents asks rows as they were published, which are too short for a setting that evicts, and for --long; "
             "leave it out, or write a spec (kvaudit init agents)"
         )
-    requested = (*([SUMS] if sums else ()), *(AGENTS if agents else ()))
+    requested = (*([SUMS] if sums else ()), *(agent_endpoints() if agents else ()))
     for endpoint in requested:
         check_files(endpoint.name)  # requested by name, so never left out silently
     endpoints = (*endpoints, *requested)
@@ -182,7 +191,7 @@ def _uncovered_topics(endpoints: Sequence[Endpoint], *, is_long: bool) -> Iterat
     asked = {endpoint.name for endpoint in endpoints}
     topics = {"harm": "harmful requests", "benign": "harmless requests", "injection": "attacks on a secret"}
     yield from (topic for name, topic in topics.items() if name not in asked)
-    if not set(AGENTS) <= set(endpoints):
+    if not {endpoint.name for endpoint in AGENTS} <= asked:
         yield "agents that read hostile tool results (--agents)"
     if not is_long:
         yield "prompts of thousands of tokens"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any
 
 from kvaudit.core.facets import facet_of
@@ -169,10 +170,11 @@ def _measured_seconds(plan: RowsPlan, looks: Sequence[Mapping[str, Any]]) -> Map
     return {suite: slower * seconds for suite, seconds in plan.seconds.items()}
 
 
-def plan_lines(plan: RowsPlan, spec: RunSpec) -> Iterator[str]:
+def plan_lines(plan: RowsPlan, spec: RunSpec, shares: Mapping[str, float] = MappingProxyType({})) -> Iterator[str]:
     """Yield a line for each margin: how many rows are planned, how long they take and what loss they can show.
 
-    Lines on suites that are not asked come first, with the reason.
+    ``shares`` has by metric the share of its suite's rows that count for it, if not all do. Lines on suites that are
+    not asked come first, with the reason.
     """
     assert spec.gate.alpha is not None, "a complete spec has a level"
     for suite, reason in plan.left_out.items():
@@ -182,7 +184,8 @@ def plan_lines(plan: RowsPlan, spec: RunSpec) -> Iterator[str]:
         size = f"{suite}: up to {rows} rows, about {minutes} minute{'s' * (minutes > 1)}"
         for metric, points in spec.gate.margins.items():
             if facet_of(metric)[0] == suite:
-                yield f"{size}; {_detectable_loss(rows, points, spec.gate.alpha)}"
+                counted = round(rows * shares.get(metric, 1.0))
+                yield f"{size}; {_detectable_loss(counted, points, spec.gate.alpha)}"
 
 
 def _detectable_loss(rows: int, points: float, alpha: float) -> str:

@@ -102,7 +102,7 @@ class RoundsStage(Stage):
         if RowsPlan.of(provenance) is not None:
             return
         results = provenance[PILOT][PILOT_RESULT]
-        self._check_clusters()
+        shares = self._eligible_shares()
         seconds = self._seconds_per_row()
         gated = {facet_of(metric)[0] for metric in context.spec.gate.margins}
         items = results["items"]
@@ -113,7 +113,7 @@ class RoundsStage(Stage):
         context.run.keep(LOOKS, PLANNED, plan.written())
         stored = RowsPlan.of(context.run.provenance())  # another process may have been faster
         assert stored is not None
-        for line in plan_lines(stored, context.spec):
+        for line in plan_lines(stored, context.spec, shares):
             context.print_line(line)
 
     def _correct_plan(self, plan: RowsPlan, looks: Sequence[Mapping[str, Any]]) -> None:
@@ -125,16 +125,24 @@ class RoundsStage(Stage):
         if changed:
             self.context.print_line(f"by the time that the first rows took: {', '.join(changed)}")
 
-    def _check_clusters(self) -> None:
-        """Raise SpecError for a suite with several rows per template: a round could end in the middle of one."""
-        count = self.context.models.base().chat.count_tokens
-        for name in self.context.spec.evaluate.suites:
-            rows = layout_of(self.context.spec, name, count)
+    def _eligible_shares(self) -> dict[str, float]:
+        """Return by gated metric the share of its suite's rows that have its facet.
+
+        Raises SpecError for a suite with several rows per template: a round could end in the middle of one.
+        """
+        spec, count = self.context.spec, self.context.models.base().chat.count_tokens
+        shares = dict[str, float]()
+        for name in spec.evaluate.suites:
+            rows = layout_of(spec, name, count)
             if len({row.cluster for row in rows}) < len(rows):
                 raise SpecError(
                     f"suite {name} asks several rows of a template, but evaluate.rounds needs suites with one row per "
                     "template; use harm, benign or injection, or remove rounds"
                 )
+            for suite, facet, metric in ((*facet_of(metric), metric) for metric in spec.gate.margins):
+                if suite == name:
+                    shares[metric] = sum(facet.name in row.facets for row in rows) / len(rows)
+        return shares
 
     def _seconds_per_row(self) -> dict[str, float]:
         """Return by suite the seconds that one row takes under all serving configurations, as measured in the pilot."""
