@@ -11,7 +11,7 @@ from judge_world import endpoint, send
 from test_judges import ASKED, ask
 from test_probe import SMALL, World, planned
 
-from kvaudit.audit.runs.endpoint_probe import Failure, group_failures
+from kvaudit.audit.runs.endpoint_probe import failure_lines
 from kvaudit.audit.sampling.chat_calls import Answer, Readings, SentRequest, answer
 from kvaudit.core.completions import (
     ChatCompletion,
@@ -316,10 +316,15 @@ def test_reasons_that_differ_in_numbers_alone_are_one_line() -> None:
 
     claims = Counter({f"it claims to have read {n} tokens where about 245 were sent": n for n in (1, 2, 3)})
     kinds = [*claims.items(), ("status 500", 1), ("status 429: request a1b2 came too fast", 1)]
-    (first, *others) = group_failures(Counter(dict(kinds)), set(claims))
-    assert first == Failure("it claims to have read 3 tokens where about 245 were sent", 6, 2, lasting=True)
-    assert [failure.count for failure in others] == [1, 1]
-    assert first.line.endswith("(2 more reasons differ in their numbers alone); asked again it would say the same")
+    (first, *others) = failure_lines(Counter(dict(kinds)), set(claims))
+    assert first == (
+        "unscored: 6 conversations, it claims to have read 3 tokens where about 245 were sent (2 more reasons differ "
+        "in their numbers alone); asked again it would say the same"
+    )
+    assert others == [
+        "unscored: 1 conversations, status 500; --resume asks them again",
+        "unscored: 1 conversations, status 429: request a1b2 came too fast; --resume asks them again",
+    ]
 
 
 # what is tried again
