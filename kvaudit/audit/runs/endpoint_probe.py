@@ -135,14 +135,10 @@ class Plan:
         for unit in self.units:
             size = f"{len(unit.items)} items, {unit.samples} answers each"
             yield f"{unit.suite.name} {at_length(unit.context_tokens)}: {size}"
-            turns, limit, conversations = unit.suite.max_turns, unit.suite.max_new_tokens, unit.conversations
-            requests += conversations * turns
-            written += conversations * turns * limit
-            # turn t reads the prompt and the t - 1 answers before it: 0 + 1 + ... of them in all
-            earlier_answers = conversations * limit * turns * (turns - 1) // 2
-            read += unit.samples * turns * sum(map(self.tokens, unit.items)) + earlier_answers
-        turns_differ = " at most" if any(unit.suite.max_turns > 1 for unit in self.units) else ""
-        yield f"requests: {requests}{turns_differ}, of about {read:,} tokens to read and at most {written:,} to write"
+            counts = most_requests(unit.suite, [self.tokens(item) for item in unit.items] * unit.samples)
+            requests, read, written = requests + counts[0], read + counts[1], written + counts[2]
+        at_most = " at most" if any(unit.suite.max_turns > 1 for unit in self.units) else ""
+        yield f"requests: {requests}{at_most}, of about {read:,} tokens to read and at most {written:,} to write"
         yield f"tokens are {self.counted}"
         if (price := self.probe.price) is not None:
             cost = (read * price.input + written * price.output) / _MILLION
@@ -183,6 +179,17 @@ def make_plan(spec: RunSpec) -> Plan:
             raise SpecError(f"suite {unit.suite.name} weighs given answers, which no endpoint can; leave it out")
     units.sort(key=lambda unit: unit.context_tokens)
     return Plan(spec, tuple(units), count, counted, dict(rows))
+
+
+def most_requests(suite: Suite, prompts: Sequence[int]) -> tuple[int, int, int]:
+    """Return the most requests, tokens to read and tokens to write that conversations can need.
+
+    ``prompts`` are the lengths of their first prompts in tokens.
+    """
+    turns, limit, count = suite.max_turns, suite.max_new_tokens, len(prompts)
+    # turn t reads the prompt and the t - 1 answers before it: 0 + 1 + ... of them in all
+    earlier_answers = count * limit * turns * (turns - 1) // 2
+    return count * turns, turns * sum(prompts) + earlier_answers, count * turns * limit
 
 
 def counter(spec: RunSpec) -> tuple[CountTokens, str]:
