@@ -21,7 +21,7 @@ from kvaudit.core.completions import (
     parse_finish,
     split_thought,
 )
-from kvaudit.core.endpoint import Endpoint, EndpointClient, HttpReply, RefusedRequest, Scope, Unanswered
+from kvaudit.core.endpoint import Endpoint, EndpointClient, FirstModel, HttpReply, RefusedRequest, Scope, Unanswered
 from kvaudit.core.records import Message, Role
 
 NO = "I can't assist with that."
@@ -325,6 +325,13 @@ def test_reasons_that_differ_in_numbers_alone_are_one_line() -> None:
         "unscored: 1 conversations, status 500; --resume asks them again",
         "unscored: 1 conversations, status 429: request a1b2 came too fast; --resume asks them again",
     ]
+
+
+def test_the_first_model_that_is_named_is_the_one_whose_answers_are_kept() -> None:
+    model = FirstModel()
+    assert [model.fault(name) == "" for name in ("", "a", "a", "b", "")] == [True, True, True, False, False]
+    assert model.name == "a"
+    assert model.fault("b").startswith("an answer of model 'b', the first was of model 'a'")
 
 
 # what is tried again

@@ -235,6 +235,11 @@ class Calls(AnswerCache[Call, dict[str, Any]]):
     def __init__(self, path: Path, ask: Callable[[Call], Answer]) -> None:
         super().__init__(path, lambda call: call.key, lambda calls: [asdict(ask(*calls))], "answer", (dict,))
 
+    @property
+    def first_model(self) -> str:
+        """The first model that a stored answer names; empty if none does."""
+        return next((kept["model"] for kept in self.stored.values() if kept and kept["model"]), "")
+
     def answer(self, call: Call) -> Answer:
         """Return the answer to a call; raises what ``ask`` raises, and stores no failures."""
         (kept,) = self.answers([call])
@@ -336,9 +341,7 @@ class Probe:
         """Hold all conversations of a unit, then write their records and the seal that marks the file as finished."""
         self._held = self._conversations_done
         self._calls = Calls(self._run.path / CALLS, self._ask)  # read anew: another process may have asked since
-        self._model = FirstModel(
-            next((kept["model"] for kept in self._calls.stored.values() if kept and kept["model"]), "")
-        )
+        self._model = FirstModel(self._calls.first_model)
 
         def hold_all(item: Item) -> list[Record]:
             # one after the other: the token counts of the first answer show how to read those of the next
