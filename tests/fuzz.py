@@ -187,6 +187,8 @@ COMPLETION = (
 CALLS = (
     b'{"call": "a", "text": "yes", "finish": "stop", "prompt_tokens": 9, "new_tokens": null, "model": "m", '
     b'"seconds": 0.5}\n{"call": "b", "failed": "status 500"}\n'
+    b'{"question": "c", "answer": {"text": "no", "finish": "length", "prompt_tokens": null, "new_tokens": 3, "model": '
+    b'"m", "seconds": 1.5, "thought": "hm", "said_in": ""}, "sha256": "3321a01092992f8a"}\n'
 )
 ROLLOUTS: dict[str, Any] = {
     "format": "kvaudit.rollouts",
@@ -298,8 +300,9 @@ def _completion(path: Path) -> object:
 
 def _calls(path: Path) -> object:
     from kvaudit.audit.runs.endpoint_probe import Calls
+    from kvaudit.audit.sampling.chat_calls import Answer
 
-    return Calls(path).find("a")
+    return [Answer(**kept) for kept in Calls(path, lambda _: None).stored.values()]
 
 
 def _report(path: Path) -> object:

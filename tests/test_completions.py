@@ -11,7 +11,7 @@ from judge_world import endpoint, send
 from test_judges import ASKED, ask
 from test_probe import SMALL, World, planned
 
-from kvaudit.audit.runs.endpoint_probe import Failure, group_failures
+from kvaudit.audit.runs.endpoint_probe import failure_lines
 from kvaudit.audit.sampling.chat_calls import Answer, Readings, SentRequest, answer
 from kvaudit.core.completions import (
     ChatCompletion,
@@ -21,7 +21,7 @@ from kvaudit.core.completions import (
     parse_finish,
     split_thought,
 )
-from kvaudit.core.endpoint import Endpoint, EndpointClient, HttpReply, RefusedRequest, Scope, Unanswered
+from kvaudit.core.endpoint import Endpoint, EndpointClient, FirstModel, HttpReply, RefusedRequest, Scope, Unanswered
 from kvaudit.core.records import Message, Role
 
 NO = "I can't assist with that."
@@ -316,10 +316,22 @@ def test_reasons_that_differ_in_numbers_alone_are_one_line() -> None:
 
     claims = Counter({f"it claims to have read {n} tokens where about 245 were sent": n for n in (1, 2, 3)})
     kinds = [*claims.items(), ("status 500", 1), ("status 429: request a1b2 came too fast", 1)]
-    (first, *others) = group_failures(Counter(dict(kinds)), set(claims))
-    assert first == Failure("it claims to have read 3 tokens where about 245 were sent", 6, 2, lasting=True)
-    assert [failure.count for failure in others] == [1, 1]
-    assert first.line.endswith("(2 more reasons differ in their numbers alone); asked again it would say the same")
+    (first, *others) = failure_lines(Counter(dict(kinds)), set(claims))
+    assert first == (
+        "unscored: 6 conversations, it claims to have read 3 tokens where about 245 were sent (2 more reasons differ "
+        "in their numbers alone); asked again it would say the same"
+    )
+    assert others == [
+        "unscored: 1 conversations, status 500; --resume asks them again",
+        "unscored: 1 conversations, status 429: request a1b2 came too fast; --resume asks them again",
+    ]
+
+
+def test_the_first_model_that_is_named_is_the_one_whose_answers_are_kept() -> None:
+    model = FirstModel()
+    assert [model.fault(name) == "" for name in ("", "a", "a", "b", "")] == [True, True, True, False, False]
+    assert model.name == "a"
+    assert model.fault("b").startswith("an answer of model 'b', the first was of model 'a'")
 
 
 # what is tried again

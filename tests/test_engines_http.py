@@ -185,7 +185,7 @@ def test_proxies_are_not_used_for_the_loopback_interface(started: Any, monkeypat
 
 def test_stopping_frees_the_port(started: Any) -> None:
     session = started("vllm")
-    port = int(session._client._endpoint.base_url.rpartition(":")[2])
+    port = int(session._client.endpoint.base_url.rpartition(":")[2])
     session.stop()
     session.stop()
     with socket.socket() as listener, pytest.raises(ConnectionRefusedError):
@@ -422,7 +422,9 @@ def test_an_answer_of_another_model_is_an_error(model: LoadedModel, tmp_path: Pa
     """The session's start sends the first request."""
     with running("fallback:2") as url, endpoint(model, url, tmp_path, at_once=1) as session:
         assert session.answer([conversation(model)])[0].text == "four"
-        with pytest.raises(EngineFailed, match="of model 'fallback-mini', its first answer was of model 'standin-1'"):
+        with pytest.raises(
+            EngineFailed, match="of model 'fallback-mini', the first was of model 'standin-1': turn off"
+        ):
             session.answer([conversation(model)])
 
 
@@ -533,9 +535,9 @@ def test_an_unreachable_endpoint_is_an_error(
 @pytest.mark.parametrize(
     ("standin", "message"),
     [
-        ("500", r"no valid answer: status 500: CUDA error.*; resume the run when it answers"),
-        ("redirect", r"no valid answer: status 302 .*; correct base_url, model or key"),
-        ("usage:1000", r"no valid answer: it claims to have read 1000 tokens .*; check that it serves the"),
+        ("500", r"no valid answer \(status 500: CUDA error.*; resume the run when it answers"),
+        ("redirect", r"no valid answer \(status 302.*; correct base_url, model or key"),
+        ("usage:1000", r"no valid answer \(it claims to have read 1000 tokens .*; check that it serves the"),
     ],
 )
 def test_the_error_of_an_endpoint_says_what_to_do(

@@ -182,12 +182,37 @@ def test_what_another_process_was_told_meanwhile_is_not_asked_again(world: World
     wires = [Wire(every_third_fails), Wire(right)]
     url, quiet = "http://endpoint/v1", Console(quiet=True)
     both = [
-        Probe(open_run(folder, plan.spec, resume=n > 0), plan, url, Endpoint(url).client("probe", wire), quiet)
+        Probe(open_run(folder, plan.spec, resume=n > 0), plan, Endpoint(url).client("probe", wire), quiet)
         for n, wire in enumerate(wires)
     ]
     for probe in both:
         probe.work()
     assert [len(wire.asked) for wire in wires] == [12, 4]
+
+
+def test_answers_that_an_earlier_version_paid_for_are_not_asked_again(world: World) -> None:
+    plan, calls = planned(SMALL), world.folder / "run" / "calls.jsonl"
+    assert world.probe(gold(plan), plan=SMALL)[0].exit_code == 0
+    before = [_timeless(record) for record in world.records()]
+    rows = [json.loads(line) for line in calls.read_text().splitlines()]
+    damaged = [{"call": "x", "failed": "status 500"}, {"call": "y", "text": ["no"]}, {"call": "z", "text": "no"}, 7]
+    former = [*damaged, *({"call": row["question"], **row["answer"]} for row in rows[1:])]
+    calls.write_text("".join(json.dumps(row) + "\n" for row in former))
+    for path in (world.folder / "run" / "records").iterdir():
+        path.unlink()
+    done, wire = world.probe(gold(plan), "--resume", plan=SMALL)
+    assert done.exit_code == 0, done.output
+    assert len(wire.asked) == 1
+    assert [_timeless(record) for record in world.records()] == before
+
+
+def test_a_stored_answer_that_was_edited_is_asked_again(world: World) -> None:
+    right, calls = gold(planned(SMALL)), world.folder / "run" / "calls.jsonl"
+    assert world.probe(right, plan=SMALL)[0].exit_code == 0
+    calls.write_text(calls.read_text().replace('"finish": "stop"', '"finish": "length"', 1))
+    for path in (world.folder / "run" / "records").iterdir():
+        path.unlink()
+    assert len(world.probe(right, "--resume", plan=SMALL)[1].asked) == 1
 
 
 def _timeless(record: Record) -> dict[str, Any]:
@@ -461,7 +486,8 @@ def test_an_answer_of_another_model_than_the_first_is_asked_again_later(world: W
         return HttpReply(200, json.dumps(said | ({"model": "fallback-mini"} if next(count) == 5 else {})).encode())
 
     done, _ = world.probe(falls_back)
-    assert world.failed() == {"an answer of model 'fallback-mini', the first was of model 'made-up'": 1}
+    why = "an answer of model 'fallback-mini', the first was of model 'made-up': turn off the server's fallback"
+    assert world.failed() == {why: 1}
     assert "--resume asks them again" in done.output
     world.probe(right, "--resume")
     assert world.failed() == {}

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -70,6 +71,22 @@ def test_the_first_error_in_order_is_raised_and_nothing_more_is_begun() -> None:
         map_in_order(work, range(9), 1)
     held.set()
     assert asked in ([0, 1], [0, 1, 2])
+
+
+def test_an_error_tells_work_that_has_begun_to_stop_and_gives_it_time_to_end() -> None:
+    stop, both, ended = threading.Event(), threading.Barrier(2, timeout=60), list[int]()
+
+    def work(number: int) -> None:
+        both.wait()
+        if number == 0:
+            raise ValueError("zero")
+        assert stop.wait(60)
+        time.sleep(0.2)
+        ended.append(number)
+
+    with pytest.raises(ValueError, match="zero"):
+        map_in_order(work, range(2), 2, stop=stop, grace=60)
+    assert ended == [1]
 
 
 def test_what_is_cancelled_before_its_turn_is_not_begun() -> None:

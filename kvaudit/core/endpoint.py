@@ -119,6 +119,10 @@ class Endpoint:
                 f"{who}: key wants the name of the environment variable that holds the key, such as API_KEY"
             )
 
+    def cause(self, why: Unanswered, model: str) -> str:
+        """Return why a request to a model failed, with the names of the model and of the key's variable."""
+        return f"{why}; model {model}, {f'key from {self.key}' if self.key else 'no key'}"
+
     def client(self, who: str, transport: Transport | None = None) -> EndpointClient:
         """Return a client that uses the key; raises SpecError if its environment variable is not set."""
         if self.key and not os.environ.get(self.key):
@@ -126,11 +130,33 @@ class Endpoint:
         return EndpointClient(self, os.environ[self.key] if self.key else "", transport or over_http)
 
 
+class FirstModel:
+    """The model that a server named in its first answer; a gateway may answer by another one later.
+
+    ``name`` is that model, if it is known already. Safe to use from several threads.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        self._first = {"name": name} if name else {}
+
+    @property
+    def name(self) -> str:
+        """The model; empty as long as no answer has named one."""
+        return self._first.get("name", "")
+
+    def fault(self, name: str) -> str:
+        """Return why an answer of the model ``name`` cannot be kept; empty for the first one and for its model."""
+        first = self._first.setdefault("name", name) if name else self.name
+        if name == first:
+            return ""
+        return f"an answer of model {name!r}, the first was of model {first!r}: turn off the server's fallback"
+
+
 class EndpointClient:
     """A client that sends requests to an endpoint; safe to use from several threads."""
 
     def __init__(self, endpoint: Endpoint, key: str, transport: Transport) -> None:
-        self._endpoint, self._key, self._transport = endpoint, key, transport
+        self.endpoint, self._key, self._transport = endpoint, key, transport
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._lock, self._next_start, self._busy_until = threading.Lock(), 0.0, 0.0
 
@@ -154,7 +180,7 @@ class EndpointClient:
     ) -> T:
         raw = b"" if body is None else json.dumps(body).encode()
         failure = Unanswered("it was not asked")
-        for number in range(self._endpoint.tries):
+        for number in range(self.endpoint.tries):
             if number:
                 # 1, 2, 4, ... seconds, or Retry-After if that is longer
                 wait = max(2.0 ** (number - 1), failure.wait or 0.0)
@@ -176,9 +202,9 @@ class EndpointClient:
     def _reply(self, path: str, raw: bytes, deadline: float) -> bytes:
         """Send one request; return the body of a reply with status 200, and raise Unanswered for any other reply."""
         self._wait_for_rate()
-        url = f"{self._endpoint.base_url.rstrip('/')}/{path}"
+        url = f"{self.endpoint.base_url.rstrip('/')}/{path}"
         try:
-            seconds = min(self._endpoint.timeout, max(0.001, deadline - time.monotonic()))
+            seconds = min(self.endpoint.timeout, max(0.001, deadline - time.monotonic()))
             reply = self._transport(url, raw, self._headers, seconds)
         except (OSError, HTTPException) as error:  # no route, a broken connection, a timeout
             message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -222,12 +248,12 @@ class EndpointClient:
             time.sleep(seconds)
 
     def _wait_for_rate(self) -> None:
-        if self._endpoint.per_minute is None:
+        if self.endpoint.per_minute is None:
             return
         with self._lock:  # only to reserve a start; the wait is outside of it
             now = time.monotonic()
             start = max(now, self._next_start)
-            self._next_start = start + 60 / self._endpoint.per_minute
+            self._next_start = start + 60 / self.endpoint.per_minute
         time.sleep(start - now)
 
 
@@ -293,10 +319,9 @@ class EndpointModel:
         try:
             replies = ask_all(client, bodies, self.parallel)
         except Unanswered as why:
-            key = f"key from {self.key}" if self.key else "no key"
             raise RunError(
-                f"{self.who}: {self.base_url} does not answer ({why}; model {self.model}, {key}); earlier answers are "
-                "kept: rerun when it answers, or give another base_url, model or key"
+                f"{self.who}: {self.base_url} does not answer ({self._endpoint.cause(why, self.model)}); earlier "
+                "answers are kept: rerun when it answers, or give another base_url, model or key"
             ) from None
         faults = [self._fault(reply) for reply in replies]
         self.unread.extend(filter(None, faults))
@@ -309,23 +334,22 @@ class EndpointModel:
         """Return why a reply cannot be used; empty if it can."""
         if isinstance(reply, Unanswered):
             return str(reply)
-        first = self._first_model.setdefault("name", reply.model)
-        if reply.model != first:
-            return f"an answer of model {reply.model!r}, the first was of model {first!r}"
+        if fault := self._first_model.fault(reply.model):
+            return fault
         return f"a reply that was withheld ({reply.finish_reason})" if reply.is_withheld else ""
 
     @property
     def replying_model(self) -> str:
         """The model named in the first reply; replies of other models are refused. Empty before the first reply."""
-        return self._first_model.get("name", "")
+        return self._first_model.name
 
     def expect_model(self, name: str) -> None:
         """Refuse replies of any model but ``name``; no effect after the first reply or a former call of this method."""
-        self._first_model.setdefault("name", name)
+        self._first_model.fault(name)
 
     @cached_property
-    def _first_model(self) -> dict[str, str]:
-        return {}
+    def _first_model(self) -> FirstModel:
+        return FirstModel()
 
     @cached_property
     def unread(self) -> list[str]:

@@ -12,11 +12,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from kvaudit.core.files import mutex
 
@@ -80,6 +80,11 @@ class AnswerCache(Generic[Q, A]):
             self._store({key: a for (key, _), a in zip(chunk, answers, strict=True) if type(a) in self._kinds})
         return [self._cached.get(key) for key in keys]
 
+    @property
+    def stored(self) -> Mapping[str, A | None]:
+        """The answers that were read from the file or given since, by the hash of their question."""
+        return self._cached
+
     def _lock(self) -> AbstractContextManager[None]:
         return mutex(self._path.with_name(f".{self._path.stem}.lock"))
 
@@ -91,7 +96,9 @@ class AnswerCache(Generic[Q, A]):
             lines = "".join(json.dumps(row) + "\n" for row in rows)
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             try:
+                # in one write and on disk before it is used, since an answer may have cost money
                 os.write(descriptor, ("\n" + lines if self._has_half_line else lines).encode())
+                os.fsync(descriptor)
             finally:
                 os.close(descriptor)
             self._read_new_lines()
@@ -107,12 +114,18 @@ class AnswerCache(Generic[Q, A]):
         self._has_half_line = not added.endswith(b"\n") if added else self._has_half_line
         for line in added.splitlines():
             try:
-                row = json.loads(line)
-                key, answer, digest = row["question"], row[self._field], row["sha256"]
-            except (ValueError, KeyError, TypeError):
+                key, answer = self._entry(json.loads(line))
+            except (ValueError, KeyError, TypeError, RecursionError):
                 continue
-            if isinstance(key, str) and type(answer) in self._kinds and digest == self._digest(key, answer):
+            if isinstance(key, str) and type(answer) in self._kinds:
                 self._cached.setdefault(key, answer)
+
+    def _entry(self, row: Any) -> tuple[str, A | None]:
+        """Return the hash of the question and the answer in a line; raise ValueError, KeyError or TypeError if none."""
+        key, answer = row["question"], row[self._field]
+        if row["sha256"] != self._digest(key, answer):
+            raise ValueError
+        return key, answer
 
     def _digest(self, key: str, answer: A | None) -> str:
         """Return a short sha256 of a line's content."""

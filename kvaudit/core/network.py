@@ -49,8 +49,18 @@ def start_all(work: Callable[[_Q], _R], arguments: Sequence[_Q], threads: int) -
     return futures
 
 
-def map_in_order(work: Callable[[_Q], _R], arguments: Sequence[_Q], threads: int) -> list[_R]:
-    """Return the results of ``work`` in order; on an error, cancel work not yet begun and raise the first error."""
+def map_in_order(
+    work: Callable[[_Q], _R],
+    arguments: Sequence[_Q],
+    threads: int,
+    *,
+    stop: threading.Event | None = None,
+    grace: float = 0.0,
+) -> list[_R]:
+    """Return the results of ``work`` in order; on an error, cancel work not yet begun and raise the first error.
+
+    The error sets ``stop``, and work that has begun gets ``grace`` seconds to end.
+    """
     futures = start_all(work, arguments, threads)
     try:
         results = []
@@ -58,9 +68,11 @@ def map_in_order(work: Callable[[_Q], _R], arguments: Sequence[_Q], threads: int
             wait_in_slices([future])
             results.append(future.result())
         return results
-    finally:
-        for future in futures:
-            future.cancel()
+    except BaseException:
+        if stop is not None:
+            stop.set()
+        wait([future for future in futures if not future.cancel()], grace)
+        raise
 
 
 def wait_in_slices(

@@ -109,24 +109,22 @@ def _ask(plan: Plan, folder: Path, base_url: str | None, *, resume: bool, dry_ru
     check_folder(folder, plan.spec, resume=resume)
     run = open_run(folder, plan.spec, resume=resume)
     print_line(console, f"probe {plan.spec.name} ({plan.spec.sha256[:12]}) in {run.path}")
-    failed = Probe(run, plan, base_url, client, Console(stderr=True)).work()
-    for failure in failed:
-        print_line(console, inline(failure.line))
+    for line in Probe(run, plan, client, Console(stderr=True)).work():
+        print_line(console, inline(line))
     return True
 
 
 def _show(folder: Path, baseline: Path | None) -> None:
     """Print the findings of a probe, and write them into its folder ``report``."""
-    from kvaudit.reports.page.probe import first_lines, length_table, lines, noise_table, probe_files, probe_findings
+    from kvaudit.reports.page.probe import first_lines, lines, probe_files, probe_findings, probe_tables
     from kvaudit.reports.records.load import load_run
 
     findings = probe_findings(load_run(folder), None if baseline is None else load_run(baseline))
     console: Console = wide_console()
     for line in first_lines(findings):
         print_line(console, inline(line))
-    for table in (noise_table(findings), length_table(findings)):
-        if table:
-            print_table(console, table)
+    for table in probe_tables(findings).values():
+        print_table(console, table)
     for line in lines(findings):
         print_line(console, inline(line))
     for name, text in probe_files(findings).items():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvaudit.audit.engines.base import GenerationRequest, Reply, Session, turn_seed
 from kvaudit.core.completions import without_thoughts
-from kvaudit.core.records import SENT_WHOLE, Grade, Item, Message, Role, UngradedAnswer
+from kvaudit.core.records import SENT_WHOLE, Grade, Item, UngradedAnswer
 from kvaudit.suites.base import Suite
 
 if TYPE_CHECKING:
@@ -137,8 +137,6 @@ def converse(
 
 def _grade(row: _Row, seconds: float) -> EngineAnswer:
     exchange = row.conversation.exchange
-    if not any(message.role is Role.ASSISTANT for message in exchange.transcript[len(exchange.item.messages) :]):
-        exchange.add((Message(Role.ASSISTANT, ""),))  # a transcript always holds an answer, even an empty one
     answer = UngradedAnswer(
         sample_index=row.conversation.member,
         transcript=exchange.transcript,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvaudit.audit.engines.base import Engine, EngineContext, EngineFailed, GenerationRequest, Reply, Session, Settings
 from kvaudit.audit.engines.http_server import ask_concurrently, first_difference
-from kvaudit.core.endpoint import Endpoint, RefusedRequest, Scope, Unanswered, over_http
+from kvaudit.core.endpoint import Endpoint, FirstModel, RefusedRequest, Scope, Unanswered, over_http
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.provenance import NOT_SHOWN
 from kvaudit.core.records import Message, Role
@@ -36,7 +36,6 @@ _REMEDY = {
     Scope.ENDPOINT: "correct base_url, model or key",
 }
 _RECOUNT_SHARE, _RECOUNT_TOKENS = 0.2, 16  # tokenizing a text again may give so many more tokens than were sampled
-_LARGEST_SEED = 2**31 - 1  # that every endpoint accepts
 
 
 class RunningEndpoint(Engine):
@@ -106,7 +105,7 @@ class _EndpointSession(Session):
         self._settings, self._spec, self._chat = settings, context.spec, context.model.chat
         self._client = _endpoint(settings, context.spec.answer).client("engine endpoint")
         comparison = self._compare_prompts()
-        self._shows_prompts, self._readings = bool(comparison), Readings()
+        self._shows_prompts, self._readings, self._model = bool(comparison), Readings(), FirstModel()
         # resumed runs compare these texts with provenance.json, so they stay as they are
         prompts = comparison or "held to ours by the number of tokens that it says it read, where it says so"
         unknown = "weights" if comparison else "weights and chat template"
@@ -137,41 +136,32 @@ class _EndpointSession(Session):
         """Do nothing, since the user started the server."""
 
     def _reply(self, request: GenerationRequest, until: float) -> Reply:
-        options: dict[str, Any] = {"temperature": request.temperature, "seed": request.seed % _LARGEST_SEED}
-        options |= {"top_p": request.top_p} if request.top_p < 1 else {}
-        options |= {"tools": list(request.tools)} if request.tools else {}
         try:
-            answer = self._answer(request.messages, len(request.ids), request.max_tokens, options, until)
+            answer = self._answer(request, until)
         except RefusedRequest as error:
             return Reply((), "error", refused=str(error))
-        first_model = self.described["model"]
-        if inline(answer.model) != first_model:  # a gateway fell back on another model
-            raise Unanswered(
-                f"an answer of model {inline(answer.model)!r}, its first answer was of model {first_model!r}; answers "
-                "of other models are not kept: turn off the server's fallback",
-                Scope.QUESTION,
-            )
         return Reply((), answer.finish, text=answer.text, thought=answer.thought, said_in=answer.said_in)
 
-    def _answer(
-        self, messages: Sequence[Message], prompt_tokens: int, max_tokens: int, options: Mapping[str, Any], until: float
-    ) -> Answer:
-        """Return the answer to a conversation, waiting for it at most until the time ``until`` of ``time.monotonic``.
+    def _answer(self, request: GenerationRequest, until: float) -> Answer:
+        """Return the answer to a request, waiting for it at most until the time ``until`` of ``time.monotonic``.
 
-        ``prompt_tokens`` is the length of the prompt as the model's own template renders it. Raises Unanswered if no
-        answer comes in time, or if the endpoint reports another length of the prompt in the first turn.
+        Raises Unanswered if no answer comes in time, if it is of another model than the first one, or if the endpoint
+        reports another length of the prompt in the first turn than ``request.ids`` has.
         """
-        from kvaudit.audit.sampling.chat_calls import SentRequest, answer, wire
+        from kvaudit.audit.sampling.chat_calls import LARGEST_SEED, SentRequest, ask, request_body, wire
 
+        messages, prompt_tokens, max_tokens = request.messages, len(request.ids), request.max_tokens
         # a conversation whose prompt contains the tools as text has no structured calls
-        has_tools = "tools" in options or any(message.tool_calls for message in messages)
-        rows = wire(messages, Role.TOOL if has_tools else Role.USER)
-        body = {"model": self._settings["model"], "messages": rows, "max_tokens": max_tokens, **options}
-        completion = self._client.ask(body | self._template_options, until)
+        has_tools = bool(request.tools) or any(message.tool_calls for message in messages)
+        rows, seed = wire(messages, Role.TOOL if has_tools else Role.USER), request.seed % LARGEST_SEED
+        body = request_body(self._settings["model"], rows, max_tokens, request.temperature, request.top_p, seed)
+        tools = {"tools": list(request.tools)} if request.tools else {}
         was_read = self._shows_prompts or self._readings.unread(rows) == 0
         if was_read:
             self._readings.note(rows)
-        reply = answer(completion, SentRequest(rows, prompt_tokens, True, max_tokens, has_tools), 0.0, self._readings)
+        sent = SentRequest(rows, prompt_tokens, True, max_tokens, has_tools)
+        body |= tools | self._template_options
+        reply = ask(self._client, body, sent, self._readings, self._model, until)
         self._check_length(max_tokens, reply)
         # later turns hold answers as text, which a template may tokenize differently than we do
         is_first_turn = all(message.role in (Role.USER, Role.SYSTEM) for message in messages)
@@ -202,11 +192,12 @@ class _EndpointSession(Session):
     def _first_model(self) -> str:
         """Send a first request; return the model's name in the answer, or raise EngineFailed if there is none."""
         messages = _conversations(self._chat)[0]
-        prompt_tokens, until = len(self._chat.prompt(messages).ids), time.monotonic() + self._spec.start
+        ids, until = self._chat.prompt(messages).ids, time.monotonic() + self._spec.start
         try:
-            return inline(self._answer(messages, prompt_tokens, 1, {"temperature": 0}, until).model)
+            self._answer(GenerationRequest(ids, 1, (), temperature=0, top_p=1, seed=0, messages=messages), until)
         except Unanswered as error:
             raise self._failure(error) from None
+        return inline(self._model.name)
 
     def _shown_window(self) -> int | None:
         """Return the context window in tokens that the server's list of models states (vLLM, SGLang); else None."""
@@ -271,10 +262,9 @@ class _EndpointSession(Session):
 
     def _failure(self, error: Unanswered) -> EngineFailed:
         """Return the error to raise for a missing answer; it names the server, the reason and what to do."""
-        key = f"key from {self._settings['key']}" if "key" in self._settings else "no key"
+        cause = self._client.endpoint.cause(error, self._settings["model"])
         return EngineFailed(
-            f"engine endpoint: {self._settings['base_url']} gave no valid answer: {error} (model "
-            f"{self._settings['model']}, {key}); {_REMEDY[error.scope]}"
+            f"engine endpoint: {self._settings['base_url']} gave no valid answer ({cause}); {_REMEDY[error.scope]}"
         )
 
 

@@ -1,8 +1,7 @@
 """A probe asks an endpoint whose model we do not have: fixed items, each at a short and a long context length.
 
     records/endpoint--SUITE--LENGTH.jsonl + .done.json    {"failed": {reason: conversations}, "lasting": [reason], ...}
-    calls.jsonl    {"call": sha256 of the request, "text": ..., "finish": ..., ...}, one line per answer, or
-                   {"call": sha256 of the request, "failed": reason}, which is asked again
+    calls.jsonl    {"question": sha256 of the request, "answer": {"text": ..., "finish": ..., ...}, "sha256": 16hex}
 
 Answers that were paid for are never asked for again: they are on disk before they are used, and a stopped probe resumes
 at the next call. A conversation with a failed call is unscored; its file is sealed (marked as finished) all the same,
@@ -13,32 +12,31 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import os
 import re
 import threading
-import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import wait
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from pydantic import TypeAdapter
 from rich.console import Console
 
 from kvaudit.audit.runs.claims import Claim, work_on_units
 from kvaudit.audit.runs.evaluate import evaluation_items, row_seed, suite_as_asked
-from kvaudit.audit.runs.folder import RunFolder, utc_now
+from kvaudit.audit.runs.folder import RunFolder, check_inputs_unchanged, utc_now
 from kvaudit.audit.runs.progress import Meter, print_line
-from kvaudit.audit.sampling.chat_calls import Answer, Readings, SentRequest, answer, wire
+from kvaudit.audit.runs.units import write_sealed
+from kvaudit.audit.sampling.chat_calls import LARGEST_SEED, Answer, Readings, SentRequest, ask, request_body, wire
 from kvaudit.audit.sampling.exchange import Exchange
 from kvaudit.audit.sampling.model import load_chat
-from kvaudit.core.endpoint import EndpointClient, Scope, Unanswered
+from kvaudit.core.endpoint import EndpointClient, FirstModel, Scope, Unanswered
 from kvaudit.core.errors import RunError, SpecError
-from kvaudit.core.files import read_json, write_json, write_whole
-from kvaudit.core.network import start_all, wait_in_slices
+from kvaudit.core.files import read_json
+from kvaudit.core.judge_answers import AnswerCache
+from kvaudit.core.network import map_in_order
 from kvaudit.core.provenance import (
     ENDPOINT,
     ENDPOINT_REQUESTS,
@@ -46,14 +44,13 @@ from kvaudit.core.provenance import (
     ROWS,
     TOOL_FORMS_USED,
     Digests,
-    check_inputs,
     inputs_sha256,
+    seal_path,
 )
-from kvaudit.core.records import CacheUse, Item, Message, Record, Role, Serving, UngradedAnswer, fingerprint_rows
+from kvaudit.core.records import CacheUse, Item, Record, Serving, UngradedAnswer, fingerprint_rows
 from kvaudit.core.spec import ENDPOINT_ARM, UNKNOWN, RunSpec, expand
 from kvaudit.core.spec_evaluate import ProbeSpec
-from kvaudit.core.text import at_length, is_text, length_label
-from kvaudit.core.tool_forms.base import Tools
+from kvaudit.core.text import at_length, length_label
 from kvaudit.core.tool_forms.text import TextForm, as_text
 from kvaudit.suites.base import SUITES, CountTokens, Suite
 from kvaudit.suites.sources import collect_file_hashes
@@ -65,8 +62,8 @@ _MILLION = 1e6
 _FAILURES_IN_A_ROW = 8  # then the probe stops
 _GRACE_SECONDS = 3.0  # for calls under way when a probe is stopped, since they are paid for
 _MOST_REASONS = 20  # in a seal
-_LARGEST_SEED = 2**31 - 1  # that every endpoint accepts
 _NUMBER = re.compile(r"(?<!status )\b\w*\d[\w.]*")  # also the ids of requests, most of which contain digits
+_ANSWER = TypeAdapter(Answer)
 # what the endpoint did, and what to do about it
 _REMEDY = {
     Scope.TRY: ("does not answer", "go on with --resume when it answers"),
@@ -83,16 +80,22 @@ _REMEDY = {
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, since items cannot be hashed
 class ProbeUnit:
-    """The items of a suite at one length; the records of their answers are one file."""
+    """The items of a suite at one length, each answered ``samples`` times; the records of the answers are one file."""
 
     suite: Suite
     context_tokens: int
     items: tuple[Item, ...]
+    samples: int
 
     @property
     def name(self) -> str:
         """The name of the file of records, without its ending."""
         return f"endpoint--{self.suite.name.replace(':', '=')}--{self.context_tokens}"
+
+    @property
+    def conversations(self) -> int:
+        """The number of conversations, each of which becomes a record."""
+        return len(self.items) * self.samples
 
 
 @dataclass(frozen=True)
@@ -117,28 +120,27 @@ class Plan:
     @property
     def asked(self) -> dict[str, str]:
         """What two probes must share to be compared, by name: hashes of the items and sampling settings."""
-        grid = self.spec.evaluate
-        items = {
-            f"items of {unit.suite.name} at {unit.context_tokens}": _items_sha256(unit.items) for unit in self.units
-        }
-        decoding = {
-            f"decoding of {unit.suite.name}": f"temperature {grid.temperature:g}, top_p {grid.top_p:g}, "
-            f"{grid.samples_of(unit.suite.name)} answers of at most {unit.suite.max_new_tokens} tokens"
-            for unit in self.units
-        }
-        return {**items, **decoding}
+        grid, asked = self.spec.evaluate, dict[str, str]()
+        for unit in self.units:
+            asked[f"items of {unit.suite.name} at {unit.context_tokens}"] = _items_sha256(unit.items)
+            asked[f"decoding of {unit.suite.name}"] = (
+                f"temperature {grid.temperature:g}, top_p {grid.top_p:g}, {unit.samples} answers of at most "
+                f"{unit.suite.max_new_tokens} tokens"
+            )
+        return asked
 
     def lines(self) -> Iterator[str]:
         """Yield lines on the plan: items of each suite, requests, tokens, cost, and remarks on its size."""
-        requests, read, written = (sum(numbers) for numbers in zip(*map(self._size, self.units), strict=True))
-        turns = " at most" if any(unit.suite.max_turns > 1 for unit in self.units) else ""
+        requests = read = written = 0  # at most
         for unit in self.units:
-            samples = self.spec.evaluate.samples_of(unit.suite.name)
-            yield f"{unit.suite.name} {at_length(unit.context_tokens)}: {len(unit.items)} items, {samples} answers each"
-        yield f"requests: {requests}{turns}, of about {read:,} tokens to read and at most {written:,} to write"
+            size = f"{len(unit.items)} items, {unit.samples} answers each"
+            yield f"{unit.suite.name} {at_length(unit.context_tokens)}: {size}"
+            counts = most_requests(unit.suite, [self.tokens(item) for item in unit.items] * unit.samples)
+            requests, read, written = requests + counts[0], read + counts[1], written + counts[2]
+        at_most = " at most" if any(unit.suite.max_turns > 1 for unit in self.units) else ""
+        yield f"requests: {requests}{at_most}, of about {read:,} tokens to read and at most {written:,} to write"
         yield f"tokens are {self.counted}"
-        price = self.probe.price
-        if price is not None:
+        if (price := self.probe.price) is not None:
             cost = (read * price.input + written * price.output) / _MILLION
             yield f"cost: at most about {cost:,.2f} at the plan's prices"
         yield from self._remarks()
@@ -146,17 +148,6 @@ class Plan:
     def tokens(self, item: Item) -> int:
         """Return the number of tokens in an item's first prompt, without those that a chat template adds."""
         return sum(self.count(message.content) for message in as_text(item.messages, item.tools))
-
-    def _size(self, unit: ProbeUnit) -> tuple[int, int, int]:
-        """Return the most requests, tokens to read and tokens to write that a unit (suite and length) can need."""
-        turns, limit = unit.suite.max_turns, unit.suite.max_new_tokens
-        samples = self.spec.evaluate.samples_of(unit.suite.name)
-        prompts = sum(self.tokens(item) for item in unit.items)
-        # turn t reads the t - 1 answers before it: 0 + 1 + ... of them in all
-        earlier_answers = limit * turns * (turns - 1) // 2
-        conversations = len(unit.items) * samples
-        read = samples * prompts * turns + conversations * earlier_answers
-        return conversations * turns, read, conversations * turns * limit
 
     def _remarks(self) -> Iterator[str]:
         grid = self.spec.evaluate
@@ -166,20 +157,18 @@ class Plan:
         if items < LEAST_ITEMS or clusters < LEAST_CLUSTERS:
             wanted = f"{LEAST_ITEMS} of {LEAST_CLUSTERS}"
             yield f"small: {items} items of {clusters} templates; with fewer than {wanted} most drifts stay unseen"
-        single = [suite for suite in grid.suites if grid.samples_of(suite) < 2]
-        if single:
+        if single := [suite for suite in grid.suites if grid.samples_of(suite) < 2]:
             yield f"no A/A: {', '.join(single)} asks every item once, so the endpoint's own noise stays unknown"
 
 
 def make_plan(spec: RunSpec) -> Plan:
     """Return the plan with all its items; raise SpecError or DataError for a suite that no endpoint can be asked."""
-    count, counted = counter(spec)
+    (count, counted), grid, units = counter(spec), spec.evaluate, list[ProbeUnit]()
     with collect_file_hashes() as rows:
-        units = [
-            ProbeUnit(suite, context, tuple(evaluation_items(spec, suite, context, count)))
-            for suite in (suite_as_asked(spec, name) for name in spec.evaluate.suites)
-            for context in spec.evaluate.contexts_of(suite.name)
-        ]
+        for suite in (suite_as_asked(spec, name) for name in grid.suites):
+            for context in grid.contexts_of(suite.name):
+                items = tuple(evaluation_items(spec, suite, context, count))
+                units.append(ProbeUnit(suite, context, items, grid.samples_of(suite.name)))
     for unit in units:
         if unit.suite.played_by:
             raise SpecError(
@@ -192,18 +181,24 @@ def make_plan(spec: RunSpec) -> Plan:
     return Plan(spec, tuple(units), count, counted, dict(rows))
 
 
+def most_requests(suite: Suite, prompts: Sequence[int]) -> tuple[int, int, int]:
+    """Return the most requests, tokens to read and tokens to write that conversations can need.
+
+    ``prompts`` are the lengths of their first prompts in tokens.
+    """
+    turns, limit, count = suite.max_turns, suite.max_new_tokens, len(prompts)
+    # turn t reads the prompt and the t - 1 answers before it: 0 + 1 + ... of them in all
+    earlier_answers = count * limit * turns * (turns - 1) // 2
+    return count * turns, turns * sum(prompts) + earlier_answers, count * turns * limit
+
+
 def counter(spec: RunSpec) -> tuple[CountTokens, str]:
     """Return the function that counts the tokens of a text, and a description of how it counts."""
     name = _probe_section(spec).tokenizer
     if name is None:
         how = f"estimated, one for {_CHARACTERS_PER_TOKEN} characters; probe.tokenizer would count them"
-        return estimate_tokens, how
+        return lambda text: -(-len(text) // _CHARACTERS_PER_TOKEN), how  # rounded up
     return load_chat(expand("probe.tokenizer", name)).count_tokens, f"counted by the tokenizer {name}"
-
-
-def estimate_tokens(text: str) -> int:
-    """Return a rough number of tokens in a text, from its number of characters."""
-    return -(-len(text) // _CHARACTERS_PER_TOKEN)  # rounded up
 
 
 def _probe_section(spec: RunSpec) -> ProbeSpec:
@@ -217,133 +212,64 @@ def _items_sha256(items: Iterable[Item]) -> str:
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
-# its calls
+# its calls, and those that fail
 
 
-def request_body(plan: Plan, suite: Suite, transcript: Sequence[Message], seed: int) -> dict[str, Any]:
-    """Return the body of the next request of a conversation."""
-    probe, grid = plan.probe, plan.spec.evaluate
-    body = {
-        "model": plan.spec.model_path,
-        "messages": wire(transcript, probe.tool_role),
-        "temperature": grid.temperature,
-        probe.limit: suite.max_new_tokens,
-    }
-    body |= {"top_p": grid.top_p} if grid.top_p < 1 else {}
-    body |= {"seed": seed} if probe.seeded else {}
-    return body | ({"stop": list(suite.until)} if suite.until else {})
+class Call(NamedTuple):
+    """A request: its body, and the number of its repetition."""
 
-
-def call_key(body: Mapping[str, Any], sample: int) -> str:
-    """Return the sha256 of a request and ``sample`` (the number of its repetition), by which its answer is stored."""
-    # endpoints have two names for the limit of tokens
-    named = {("limit" if key.startswith("max_") else key): value for key, value in body.items()}
-    return hashlib.sha256(json.dumps([named, sample], sort_keys=True).encode()).hexdigest()
-
-
-class Calls:
-    """The answers that a probe has paid for, by the ``call_key`` of their request, kept in ``calls.jsonl``.
-
-    Safe between threads.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._lock = path, threading.Lock()
-        raw = path.read_bytes() if path.exists() else b""
-        self._ends_in_part = bool(raw) and not raw.endswith(b"\n")  # a killed process left half a line
-        self._answers = dict(_stored_answers(raw))
-        self.model = next((stored.model for stored in self._answers.values() if stored.model), "")  # of the first
-
-    def find(self, key: str) -> Answer | None:
-        """Return the stored answer to the request with this ``call_key``, or None."""
-        return self._answers.get(key)
-
-    def keep(self, key: str, result: Answer | Unanswered) -> None:
-        """Store an answer, or the reason why there is none, under the ``call_key`` of its request."""
-        fields = {"failed": str(result)} if isinstance(result, Unanswered) else asdict(result)
-        with self._lock:
-            if isinstance(result, Answer):
-                self._answers[key] = result
-            self._append(json.dumps({"call": key, **fields}, ensure_ascii=False))
-
-    def _append(self, line: str) -> None:
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            # a whole line in one write, so that lines of two processes do not mix
-            os.write(descriptor, ("\n" * self._ends_in_part + line + "\n").encode())
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        self._ends_in_part = False
-
-
-def _stored_answers(raw: bytes) -> Iterator[tuple[str, Answer]]:
-    """Yield (``call_key``, answer) of each call in calls.jsonl; skip failures and damaged lines (asked again)."""
-    for line in raw.splitlines():
-        try:
-            row = json.loads(line)
-            key = row.pop("call")
-            stored = Answer(**row)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            continue
-        if isinstance(key, str) and _is_valid(stored):
-            yield key, stored
-
-
-def _is_valid(stored: Answer) -> bool:
-    words = (stored.text, stored.model, stored.said_in, "" if stored.thought is None else stored.thought)
-    has_texts = all(isinstance(text, str) and is_text(text) for text in words)
-    has_counts = all(n is None or (type(n) is int and n >= 0) for n in (stored.prompt_tokens, stored.new_tokens))
-    has_time = isinstance(stored.seconds, float) and math.isfinite(stored.seconds)
-    return has_texts and has_counts and has_time and stored.finish in ("stop", "length")
-
-
-# its failures
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A reason for which ``count`` conversations are unscored: ``why``, or one of ``alike`` similar reasons.
-
-    Similar reasons differ from ``why`` only in numbers. A ``lasting`` failure would occur again.
-    """
-
-    why: str
-    count: int
-    alike: int
-    lasting: bool
+    body: Mapping[str, Any]
+    sample: int
 
     @property
-    def line(self) -> str:
-        """A line about the failure: the number of conversations, the reason, and whether --resume can help."""
-        others = f" ({self.alike} more reasons differ in their numbers alone)" if self.alike else ""
-        remedy = "asked again it would say the same" if self.lasting else "--resume asks them again"
-        return f"unscored: {self.count} conversations, {self.why}{others}; {remedy}"
+    def key(self) -> str:
+        """The sha256 by which its answer is stored."""
+        # endpoints have two names for the limit of tokens
+        named = {("limit" if name.startswith("max_") else name): value for name, value in self.body.items()}
+        return hashlib.sha256(json.dumps([named, self.sample], sort_keys=True).encode()).hexdigest()
 
 
-def group_failures(failed: Counter[str], lasting: Set[str]) -> list[Failure]:
-    """Return failures, most frequent first; reasons that differ only in numbers are merged under the commonest one.
+class Calls(AnswerCache[Call, dict[str, Any]]):
+    """The answers that a probe has paid for, kept in ``calls.jsonl``; ``ask`` gets one that is not there yet."""
 
-    ``failed`` counts conversations by reason, ``lasting`` holds the reasons that would occur again.
+    def __init__(self, path: Path, ask: Callable[[Call], Answer]) -> None:
+        super().__init__(path, lambda call: call.key, lambda calls: [asdict(ask(*calls))], "answer", (dict,))
+
+    @property
+    def first_model(self) -> str:
+        """The first model that a stored answer names; empty if none does."""
+        return next((kept["model"] for kept in self.stored.values() if kept and kept["model"]), "")
+
+    def answer(self, call: Call) -> Answer:
+        """Return the answer to a call; raises what ``ask`` raises, and stores no failures."""
+        (kept,) = self.answers([call])
+        assert kept is not None
+        return Answer(**kept)
+
+    def _entry(self, row: Any) -> tuple[str, dict[str, Any] | None]:
+        # lines of earlier versions: {"call": sha256 of the request, "text": ..., "finish": ..., ...}
+        key, kept = (row["call"], row) if "call" in row else super()._entry(row)
+        return key, asdict(_ANSWER.validate_python(kept))
+
+
+def failure_lines(failed: Counter[str], lasting: Set[str]) -> list[str]:
+    """Return a line for each kind of failure, most frequent first: the conversations, the reason, what helps.
+
+    ``failed`` counts conversations by reason, ``lasting`` holds the reasons that would occur again. Reasons that differ
+    only in numbers are one kind, which the commonest of them names.
     """
-    kinds: dict[tuple[str, bool], list[str]] = {}
-    for why, _ in failed.most_common():
-        kinds.setdefault((_NUMBER.sub("#", why), why in lasting), []).append(why)
-    failures = [
-        Failure(reasons[0], sum(failed[why] for why in reasons), len(reasons) - 1, is_lasting)
-        for (_, is_lasting), reasons in kinds.items()
-    ]
-    return sorted(failures, key=lambda failure: -failure.count)
+    kinds: dict[tuple[str, bool], Counter[str]] = {}
+    for why, count in failed.most_common():
+        kinds.setdefault((_NUMBER.sub("#", why), why in lasting), Counter())[why] = count
+    lines = []
+    for (_, is_lasting), reasons in sorted(kinds.items(), key=lambda kind: -kind[1].total()):
+        others = f" ({len(reasons) - 1} more reasons differ in their numbers alone)" if len(reasons) > 1 else ""
+        remedy = "asked again it would say the same" if is_lasting else "--resume asks them again"
+        lines.append(f"unscored: {reasons.total()} conversations, {next(iter(reasons))}{others}; {remedy}")
+    return lines
 
 
 # its work
-
-
-@dataclass(frozen=True)
-class _Conversation:
-    sample: int
-    exchange: Exchange
-    answers: tuple[Answer, ...]
 
 
 class Probe:
@@ -352,11 +278,12 @@ class Probe:
     Raises RunError if the probe's folder began with another address, items or public rows.
     """
 
-    def __init__(self, run: RunFolder, plan: Plan, base_url: str, client: EndpointClient, console: Console) -> None:
-        self._run, self._plan, self._url, self._client, self._console = run, plan, base_url, client, console
+    def __init__(self, run: RunFolder, plan: Plan, client: EndpointClient, console: Console) -> None:
+        self._run, self._plan, self._client, self._console = run, plan, client, console
         self._spec, self._section = plan.spec, plan.probe
-        check_inputs(ROWS, run.keep(INPUTS, ROWS, dict(plan.rows)), plan.rows)
-        self._check_unchanged(plan.asked)
+        check_inputs_unchanged(run, ROWS, plan.rows)
+        self._check_unchanged(ENDPOINT_REQUESTS, plan.asked)
+        self._check_unchanged(ENDPOINT, {"base_url": client.endpoint.base_url})
         run.note(
             suite_kinds={name: SUITES.get(name).kind for name in plan.spec.evaluate.suites},
             suite_versions={name: SUITES.get(name).version for name in plan.spec.evaluate.suites},
@@ -365,156 +292,120 @@ class Probe:
         if tools:
             run.note(**{TOOL_FORMS_USED: {suite: {TextForm.name: count} for suite, count in tools.items()}})
         self._inputs = inputs_sha256(run.provenance()[INPUTS])
-        self._lock, self._failures_in_a_row, self._is_stopping = threading.Lock(), 0, False
-        self._tried_units = set[str]()
-        self._models = Counter[str]()
-        self._readings, self._lasting = Readings(), set[str]()
+        self._lock, self._stop, self._failures_in_a_row = threading.Lock(), threading.Event(), 0
+        self._tried_units, self._lasting = set[str](), set[str]()
+        self._readings, self._model = Readings(), FirstModel()
 
-    def work(self) -> list[Failure]:
-        """Ask everything that is not answered yet; return why conversations are unscored, most frequent first."""
+    def work(self) -> list[str]:
+        """Ask everything that is not answered yet; return lines on why conversations are unscored."""
         units = self._plan.units
-        with Meter(self._console, "probe", sum(map(self._rows, units)), self._done_rows()) as self._meter:
+        total = sum(unit.conversations for unit in units)
+        with Meter(self._console, "probe", total, self._conversations_done) as self._meter:
             work_on_units(
                 units,
                 is_done=self._is_done,
-                lock=lambda unit: self._run.records / f"{unit.name}.lock",
+                lock=lambda unit: self._records(unit).with_suffix(".lock"),
                 work=self._answer_unit,
                 on_done=lambda _: None,
                 on_wait=partial(print_line, self._console),
             )
-        if self._models:
-            self._run.note(**{ENDPOINT: {"models": ", ".join(sorted(self._models)[:_MOST_REASONS])}})
-        self._run.note(finished=utc_now())
+        self._run.note(**{ENDPOINT: {"models": self._model.name}} if self._model.name else {}, finished=utc_now())
         failed, lasting = Counter[str](), set[str]()
-        for unit in units:
-            seal = read_json(self._seal(unit))
+        for seal in (read_json(seal_path(self._records(unit))) for unit in units):
             failed.update(seal.get("failed", {}))
             lasting.update(seal.get("lasting", []))
-        return group_failures(failed, lasting)
+        return failure_lines(failed, lasting)
 
-    def _check_unchanged(self, asked: dict[str, str]) -> None:
-        """Store the hashes of what is ``asked``, and the address; raise RunError if the run began with others."""
-        for table, entries in ((ENDPOINT_REQUESTS, asked), (ENDPOINT, {"base_url": self._url})):
-            for key, now in entries.items():
-                then = self._run.keep(table, key, now)
-                if then != now:
-                    raise RunError(
-                        f"the probe began with {key} {str(then)[:60]}, now it is {now[:60]}; go on with what it began "
-                        "with, or give another --out"
-                    )
+    def _check_unchanged(self, table: str, entries: Mapping[str, str]) -> None:
+        """Store entries of provenance.json; raise RunError if the probe began with others."""
+        for key, now in entries.items():
+            then = self._run.keep(table, key, now)
+            if then != now:
+                raise RunError(
+                    f"the probe began with {key} {str(then)[:60]}, now it is {now[:60]}; go on with what it began "
+                    "with, or give another --out"
+                )
 
-    def _seal(self, unit: ProbeUnit) -> Path:
-        return self._run.records / f"{unit.name}.done.json"
+    def _records(self, unit: ProbeUnit) -> Path:
+        return self._run.records / f"{unit.name}.jsonl"
 
     def _is_done(self, unit: ProbeUnit) -> bool:
-        if not self._seal(unit).exists():
-            return False
-        return unit.name in self._tried_units or not read_json(self._seal(unit)).get("failed")
+        seal = seal_path(self._records(unit))
+        return seal.exists() and (unit.name in self._tried_units or not read_json(seal).get("failed"))
 
-    def _rows(self, unit: ProbeUnit) -> int:
-        return len(unit.items) * self._spec.evaluate.samples_of(unit.suite.name)
-
-    def _done_rows(self) -> int:
-        return sum(self._rows(unit) for unit in self._plan.units if self._is_done(unit))
+    @property
+    def _conversations_done(self) -> int:
+        return sum(unit.conversations for unit in self._plan.units if self._is_done(unit))
 
     def _answer_unit(self, unit: ProbeUnit, claim: Claim) -> None:
         """Hold all conversations of a unit, then write their records and the seal that marks the file as finished."""
-        self._rows_before, self._new_rows = self._done_rows(), 0
-        self._calls = Calls(self._run.path / CALLS)  # read anew: another process may have asked since
-        conversations = self._hold_conversations(unit)
-        claim.check()
-        lines = "".join(self._record(unit, held).to_json() + "\n" for held in conversations).encode()
-        self._seal(unit).unlink(missing_ok=True)  # an earlier seal must never stand beside new records
-        write_whole(self._run.records / f"{unit.name}.jsonl", lines)
-        self._tried_units.add(unit.name)
-        failed = Counter(held.exchange.unanswered for held in conversations if held.exchange.unanswered)
-        reasons = dict(failed.most_common(_MOST_REASONS))
-        seal = {"records": len(conversations), "sha256": hashlib.sha256(lines).hexdigest(), "checkpoint": UNKNOWN}
-        lasting = sorted(self._lasting & reasons.keys())
-        write_json(self._seal(unit), {**seal, "inputs": self._inputs, "failed": reasons, "lasting": lasting})
+        self._held = self._conversations_done
+        self._calls = Calls(self._run.path / CALLS, self._ask)  # read anew: another process may have asked since
+        self._model = FirstModel(self._calls.first_model)
 
-    def _hold_conversations(self, unit: ProbeUnit) -> list[_Conversation]:
-        samples = range(self._spec.evaluate.samples_of(unit.suite.name))
-
-        def hold_all(item: Item) -> list[_Conversation]:
+        def hold_all(item: Item) -> list[Record]:
             # one after the other: the token counts of the first answer show how to read those of the next
-            return [self._hold_conversation(unit, item, sample) for sample in samples]
+            return [self._hold(unit, item, sample) for sample in range(unit.samples)]
 
-        futures = start_all(hold_all, unit.items, self._section.at_once)
-        try:
-            conversations = list[_Conversation]()
-            for future in futures:
-                wait_in_slices([future])
-                conversations += future.result()
-            return conversations
-        except BaseException:
-            self._is_stopping = True  # conversations under way end with the call that they wait for
-            for future in futures:
-                future.cancel()
-            wait([future for future in futures if not future.cancelled()], _GRACE_SECONDS)
-            raise
+        at_once = self._section.at_once
+        held = map_in_order(hold_all, unit.items, at_once, stop=self._stop, grace=_GRACE_SECONDS)
+        records = [record for item_records in held for record in item_records]
+        claim.check()
+        failed = Counter(record.unanswered for record in records if record.unanswered)
+        reasons = dict(failed.most_common(_MOST_REASONS))
+        entries = {"checkpoint": UNKNOWN, "inputs": self._inputs, "failed": reasons}
+        entries["lasting"] = sorted(self._lasting & reasons.keys())
+        lines = "".join(record.to_json() + "\n" for record in records)
+        write_sealed(self._records(unit), lines.encode(), entries)
+        self._tried_units.add(unit.name)
 
-    def _hold_conversation(self, unit: ProbeUnit, item: Item, sample: int) -> _Conversation:
-        """Hold one conversation until it ends or a call fails; return it with its answers."""
-        thinks = self._spec.evaluate.think is not None
+    def _hold(self, unit: ProbeUnit, item: Item, sample: int) -> Record:
+        """Hold one conversation until it ends or a call fails; return its record."""
         # the endpoint's chat template is unknown: the answer shows whether the template began a thought for it
-        exchange = Exchange(unit.suite, item, thinks=thinks, opens_thought=None)
+        exchange = Exchange(unit.suite, item, thinks=self._spec.evaluate.think is not None, opens_thought=None)
         answers = list[Answer]()
         while exchange.open:
+            call = self._next_call(exchange, sample)
             try:
-                seed = row_seed(self._spec.evaluate.seed, item, sample)
-                reply = self._next_answer(unit, exchange.transcript, item.tools, seed, sample)
+                reply = self._calls.answer(call)
             except Unanswered as error:
                 exchange.abort(str(error))
                 if error.scope is not Scope.TRY:
                     self._lasting.add(exchange.unanswered)
-                break
-            answers.append(reply)
-            exchange.add(exchange.step(reply.text, reply.finish, reply.thought))
-        if not answers:
-            exchange.add((Message(Role.ASSISTANT, ""),))  # a transcript always holds an answer, even an empty one
+            else:
+                answers.append(reply)
+                if reply.prompt_tokens is not None:
+                    self._readings.note(call.body["messages"])
+                exchange.add(exchange.step(reply.text, reply.finish, reply.thought))
         with self._lock:
-            self._new_rows += 1
-            self._models.update(reply.model for reply in answers if reply.model)
-            label = f"{unit.suite.name} {length_label(unit.context_tokens)}"
-            self._meter.at(self._rows_before + self._new_rows, label)
-        return _Conversation(sample, exchange, tuple(answers))
+            self._held += 1
+            self._meter.at(self._held, f"{unit.suite.name} {length_label(unit.context_tokens)}")
+        return self._record(unit, exchange, sample, answers)
 
-    def _next_answer(
-        self, unit: ProbeUnit, transcript: Sequence[Message], tools: Tools, seed: int, sample: int
-    ) -> Answer:
-        """Return the answer to the next call of a conversation, stored or else asked for; raise Unanswered if none."""
+    def _next_call(self, exchange: Exchange, sample: int) -> Call:
+        """Return the next call of a conversation."""
+        section, grid, suite, item = self._section, self._spec.evaluate, exchange.suite, exchange.item
         # whether an endpoint takes tools is unknown, so they are part of the prompt as text
-        body = request_body(self._plan, unit.suite, as_text(transcript, tools), seed & _LARGEST_SEED)
-        key, rows = call_key(body, sample), body["messages"]
-        stored = self._calls.find(key)
-        if stored is not None:
-            if stored.prompt_tokens is not None:
-                self._readings.note(rows)
-            return stored
-        if self._is_stopping:
+        rows = wire(as_text(exchange.transcript, item.tools), section.tool_role)
+        seed = row_seed(grid.seed, item, sample) & LARGEST_SEED if section.seeded else None
+        model, limit = self._spec.model_path, suite.max_new_tokens
+        body = request_body(model, rows, limit, grid.temperature, grid.top_p, seed, section.limit)
+        return Call(body | ({"stop": list(suite.until)} if suite.until else {}), sample)
+
+    def _ask(self, call: Call) -> Answer:
+        """Return the endpoint's answer to a call; raise Unanswered if it fails, RunError if the probe has to stop."""
+        if self._stop.is_set():
             raise Unanswered("it was not asked")
+        rows = call.body["messages"]
         tokens = sum(self._plan.count(row["content"]) for row in rows)
-        sent = SentRequest(rows, tokens, self._section.tokenizer is not None, unit.suite.max_new_tokens)
-        started = time.perf_counter()
+        sent = SentRequest(rows, tokens, self._section.tokenizer is not None, call.body[self._section.limit])
         try:
-            completion = self._client.ask(body)
-            reply = answer(completion, sent, time.perf_counter() - started, self._readings)
-            self._check_model(reply.model)
+            reply = ask(self._client, call.body, sent, self._readings, self._model)
         except Unanswered as error:
-            self._calls.keep(key, error)
             self._count_failure(error)
             raise
-        self._calls.keep(key, reply)
         self._failures_in_a_row = 0
         return reply
-
-    def _check_model(self, name: str) -> None:
-        """Raise Unanswered if ``name`` is not the model of the first answer; a gateway may switch between models."""
-        with self._lock:
-            first = self._calls.model = self._calls.model or name
-        if name != first:
-            raise Unanswered(f"an answer of model {name!r}, the first was of model {first!r}")
 
     def _count_failure(self, why: Unanswered) -> None:
         """Count a failed call; raise RunError if all requests would fail, or too many calls have failed in a row."""
@@ -522,19 +413,16 @@ class Probe:
             self._failures_in_a_row += 1
             if why.scope is not Scope.ENDPOINT and self._failures_in_a_row < _FAILURES_IN_A_ROW:
                 return
-        key = f"key from {self._section.key}" if self._section.key else "no key"
         symptom, remedy = _REMEDY[why.scope]
+        endpoint = self._client.endpoint
         raise RunError(
-            f"probe: {self._url} {symptom} ({why}; model {self._spec.model}, {key}); answers so far are kept: {remedy}"
+            f"probe: {endpoint.base_url} {symptom} ({endpoint.cause(why, self._spec.model)}); answers so far are kept: "
+            f"{remedy}"
         )
 
-    def _record(self, unit: ProbeUnit, held: _Conversation) -> Record:
-        exchange, item = held.exchange, held.exchange.item
-        grade = exchange.grade()
-        read = held.answers[0].prompt_tokens if held.answers else None
-        new_tokens = sum(
-            self._plan.count(reply.text) if reply.new_tokens is None else reply.new_tokens for reply in held.answers
-        )
+    def _record(self, unit: ProbeUnit, exchange: Exchange, sample: int, answers: Sequence[Answer]) -> Record:
+        item, count = exchange.item, self._plan.count
+        read = answers[0].prompt_tokens if answers else None
         serving = Serving(
             run=self._spec.name,
             checkpoint=UNKNOWN,
@@ -547,16 +435,16 @@ class Probe:
             context_tokens=unit.context_tokens,
         )
         ungraded = UngradedAnswer(
-            sample_index=held.sample,
+            sample_index=sample,
             finish_reason=exchange.finish,
             prompt_tokens=self._plan.tokens(item) if read is None else read,
-            new_tokens=new_tokens,
-            seconds=sum(reply.seconds for reply in held.answers),
+            new_tokens=sum(count(reply.text) if reply.new_tokens is None else reply.new_tokens for reply in answers),
+            seconds=sum(reply.seconds for reply in answers),
             transcript=exchange.transcript,
             unanswered=exchange.unanswered,
-            said_in=held.answers[-1].said_in if held.answers else "",
+            said_in=answers[-1].said_in if answers else "",
             tool_form=TextForm.name if item.tools else "",
         )
         # the endpoint does not show its cache
         cache = CacheUse(retention=0.0, kv_bytes_peak=0, kv_bytes_dense=0)
-        return Record.of(serving, item, grade, ungraded, cache)
+        return Record.of(serving, item, exchange.grade(), ungraded, cache)

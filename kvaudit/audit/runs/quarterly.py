@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from kvaudit.audit.engines import Condition
 from kvaudit.audit.judges.rubric import HARM
 from kvaudit.audit.runs.batches import engine_batches
+from kvaudit.audit.runs.endpoint_probe import most_requests
 from kvaudit.audit.runs.evaluate import evaluation_items, grid, suite_as_asked
 from kvaudit.audit.runs.question import ServingConfig, parse_server
 from kvaudit.audit.sampling.chat import Chat
@@ -99,7 +100,7 @@ class RequestCounts(NamedTuple):
 
 
 def price_of(spec: RunSpec, chat: Chat) -> RequestCounts:
-    """Return how many requests and tokens a spec takes; its suites have one turn, so each answer is one request.
+    """Return how many requests and tokens a spec takes at most.
 
     The repeated requests that measure an engine's own noise (the A/A floor) are counted too.
     """
@@ -115,6 +116,6 @@ def price_of(spec: RunSpec, chat: Chat) -> RequestCounts:
         questions = [question for pair in transcripts if (question := suite.question(*pair)) is not None]
         texts = [message.content for question in questions for message in HARM.messages(question)]
         judge_read = sum(map(chat.count_tokens, texts)) + suite.max_new_tokens * len(questions)
-        counts = (len(requests), sum(tokens[item.item_id] for item in requests), len(requests) * suite.max_new_tokens)
+        counts = most_requests(suite, [tokens[item.item_id] for item in requests])
         price = RequestCounts(*(a + b for a, b in zip(price, (*counts, len(questions), judge_read), strict=True)))
     return price

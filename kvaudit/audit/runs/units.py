@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from kvaudit.audit.engines import ServingMode
 from kvaudit.audit.policies import Policy
 from kvaudit.core.errors import DataError
-from kvaudit.core.files import check_plain, in_file_name, read_json, write_json, write_output, write_whole
-from kvaudit.core.provenance import check_sealed
+from kvaudit.core.files import check_plain, in_file_name, read_json, write_json, write_whole
+from kvaudit.core.provenance import check_sealed, seal_path
 from kvaudit.core.records import Record
 from kvaudit.suites.base import SUITES
 
@@ -100,14 +100,18 @@ def join_files(joined: UnitFiles, parts: Sequence[UnitFiles]) -> None:
         seals.append(read_json(part.seal))
         check_sealed(part.records, hashlib.sha256(contents[-1]).hexdigest(), seals[-1], _RESTORE)
     raw = b"".join(contents)
-    digest = hashlib.sha256(raw).hexdigest()
-    if joined.seal.exists() and read_json(joined.seal).get("sha256") == digest:
+    if joined.seal.exists() and read_json(joined.seal).get("sha256") == hashlib.sha256(raw).hexdigest():
         return
-    joined.seal.unlink(missing_ok=True)
-    write_output(joined.records, raw.decode())
     refused = sum(int(seal.get(REFUSED, 0)) for seal in seals)
-    counts = {"records": raw.count(b"\n"), "sha256": digest}
-    write_json(joined.seal, seals[-1] | ({REFUSED: refused} if refused else {}) | counts)
+    write_sealed(joined.records, raw, seals[-1] | ({REFUSED: refused} if refused else {}))
+
+
+def write_sealed(records: Path, raw: bytes, entries: Mapping[str, Any]) -> None:
+    """Write a whole record file, then its seal (file with its sha256), which gets the further ``entries``."""
+    seal = seal_path(records)
+    seal.unlink(missing_ok=True)  # an earlier seal must never stand beside new records
+    write_whole(records, raw)
+    write_json(seal, {**entries, "records": raw.count(b"\n"), "sha256": hashlib.sha256(raw).hexdigest()})
 
 
 def answered_rows(rows: Mapping[Row, Record]) -> Mapping[Row, Record]:

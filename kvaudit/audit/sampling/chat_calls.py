@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kvaudit.audit.sampling.chat import move_roles
 from kvaudit.core.completions import ChatCompletion, Finish, is_filtered, parse_finish, without_thoughts
-from kvaudit.core.endpoint import RefusedRequest, Scope, Unanswered
+from kvaudit.core.endpoint import EndpointClient, FirstModel, RefusedRequest, Scope, Unanswered
 from kvaudit.core.records import Message, Role
 
 _FRAME = 64, 16  # tokens that a chat template may add to a conversation, and to each message
@@ -21,6 +23,7 @@ _ENDED_BY_CALLS = ("tool_calls", "function_call", "tool_use")  # normal ends of 
 _LONGEST_TOKEN = 128  # characters of the longest token in common vocabularies (spaces)
 
 WireRows = Sequence[Mapping[str, Any]]  # a conversation as it goes over the wire
+LARGEST_SEED = 2**31 - 1  # that every endpoint accepts
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,20 @@ def wire(transcript: Sequence[Message], tool_role: str) -> list[dict[str, Any]]:
     return move_roles(without_thoughts(transcript), {Role.TOOL} if tool_role == Role.USER else set(), "text")
 
 
+def request_body(
+    model: str,
+    rows: WireRows,
+    limit: int,
+    temperature: float,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    limit_name: str = "max_tokens",
+) -> dict[str, Any]:
+    """Return the body of a request for an answer of at most ``limit`` tokens; a ``top_p`` of 1 is left out."""
+    body = {"model": model, "messages": rows, "temperature": temperature, limit_name: limit}
+    return body | ({"top_p": top_p} if top_p < 1 else {}) | ({} if seed is None else {"seed": seed})
+
+
 class Readings:
     """The conversations that an endpoint has read so far, to check the prompt tokens that it reports.
 
@@ -90,6 +107,27 @@ def _pairs(rows: WireRows) -> tuple[tuple[str, str], ...]:
     """Return (role, content) of each message of a request; its tool calls are appended to the content, as JSON."""
     calls = (json.dumps(row["tool_calls"]) if "tool_calls" in row else "" for row in rows)
     return tuple((row["role"], row["content"] + text) for row, text in zip(rows, calls, strict=True))
+
+
+def ask(
+    client: EndpointClient,
+    body: Mapping[str, Any],
+    request: SentRequest,
+    readings: Readings,
+    model: FirstModel,
+    deadline: float = math.inf,
+) -> Answer:
+    """Send the ``body`` of a request and return its answer, checked as in ``answer``.
+
+    Raises Unanswered if none comes before the ``deadline`` (of ``time.monotonic``), or one of another model than the
+    first.
+    """
+    started = time.perf_counter()
+    completion = client.ask(body, deadline)
+    reply = answer(completion, request, time.perf_counter() - started, readings)
+    if fault := model.fault(reply.model):
+        raise Unanswered(fault)
+    return reply
 
 
 def answer(

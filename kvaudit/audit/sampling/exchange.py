@@ -112,6 +112,8 @@ class Exchange:
     def abort(self, reason: str) -> None:
         """End the conversation by an error, without a further answer; ``reason`` says what went wrong."""
         self.open, self.finish, self.unanswered = False, "error", inline(one_line(reason))
+        if not self._turns:  # a transcript always holds an answer, even an empty one
+            self.add((Message(Role.ASSISTANT, ""),))
 
     def grade(self) -> Grade:
         """Return the grade of the finished conversation."""

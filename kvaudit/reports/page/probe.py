@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -26,7 +26,8 @@ from kvaudit.core.errors import DataError
 from kvaudit.core.facets import facet_of
 from kvaudit.core.provenance import ENDPOINT_REQUESTS
 from kvaudit.core.provenance import table_of as recorded
-from kvaudit.core.records import Outcome, Role
+from kvaudit.core.records import Outcome, Record, Role
+from kvaudit.core.spec_evaluate import EvaluateSpec
 from kvaudit.core.text import inline
 from kvaudit.reports.page.formats.markdown import escape, markdown_table
 from kvaudit.reports.records.load import RunData
@@ -80,6 +81,11 @@ class Length:
     decides: bool  # only a suite's score: facets split it, and all suites together repeat it
     sign: bool = False
 
+    @property
+    def tested(self) -> Effect | Estimate:
+        """The effect that decides: against the baseline where there is one."""
+        return self.against or self.effect
+
 
 @dataclass(frozen=True)
 class AnswerCounts:
@@ -122,15 +128,16 @@ def probe_findings(data: RunData, baseline: RunData | None = None) -> ProbeFindi
     _check_probe(data)
     if baseline is not None:
         check_same_requests(recorded(data.provenance, ENDPOINT_REQUESTS), baseline)
+    grid, scored = data.spec.evaluate, _scored_answers(data)
     return ProbeFindings(
         run=data.run.name,
         baseline=None if baseline is None else baseline.run.name,
         model=data.spec.model,
-        temperature=data.spec.evaluate.temperature,
+        temperature=grid.temperature,
         records=len(data.records),
-        unscored=int(data.records["score"].isna().sum()),
-        answers=_count_answers(data),
-        noise=tuple(_noise_by_cell(data)),
+        unscored=len(data.records) - len(scored),
+        answers=_count_answers(scored),
+        noise=tuple(_noise_by_cell(scored, grid)),
         lengths=tuple(_with_signs(list(_lengths(data, baseline)))),
     )
 
@@ -155,68 +162,67 @@ def check_same_requests(requests: Mapping[str, str], baseline: RunData) -> None:
         )
 
 
-def _count_answers(data: RunData) -> AnswerCounts:
+# --- what was answered, and how much answers to one item differ -------------------------------------------------------
+
+
+class _Said(NamedTuple):
+    """What only the transcript of a record shows; ``words`` is its hash."""
+
+    words: str
+    has_text: bool
+    is_thought: bool
+    said_in: str
+
+    @classmethod
+    def of(cls, record: Record) -> _Said:
+        last = record.transcript[-1]
+        words = hashlib.sha256(repr(record.transcript).encode()).hexdigest()
+        has_text = last.role is Role.ASSISTANT and bool(last.content.strip())
+        return cls(words, has_text, starts_with_thought(last.content), record.said_in)
+
+
+def _scored_answers(data: RunData) -> pd.DataFrame:
+    """Return the records that have a score, with a column for each field of ``_Said``."""
     scored = data.records[data.records["score"].notna()]
     places = [(str(file), int(line)) for file, line in scored[["file", "line"]].itertuples(index=False)]
-    records = [record for _, record in data.records_at(places)]
-    last = [record.transcript[-1] for record in records]
-    has_text = [message.role is Role.ASSISTANT and bool(message.content.strip()) for message in last]
-    beside = Counter(record.said_in for record in records if record.said_in)
+    said = {place: _Said.of(record) for place, record in data.records_at(places)}
+    return scored.join(pd.DataFrame([said[place] for place in places], columns=_Said._fields, index=scored.index))
+
+
+def _count_answers(scored: pd.DataFrame) -> AnswerCounts:
+    has_text = scored["has_text"].to_numpy(dtype=np.bool_)
     return AnswerCounts(
-        scored=len(records),
-        empty=has_text.count(False),
-        cut=sum(text and record.outcome is Outcome.TRUNCATED for text, record in zip(has_text, records, strict=True)),
-        thoughts=sum(starts_with_thought(message.content) for message in last),
-        beside=dict(beside.most_common()),
+        scored=len(scored),
+        empty=int((~has_text).sum()),
+        cut=int((has_text & (scored["outcome"] == Outcome.TRUNCATED.value)).sum()),
+        thoughts=int(scored["is_thought"].sum()),
+        beside=dict(Counter(filter(None, scored["said_in"])).most_common()),
     )
 
 
-def _noise_by_cell(data: RunData) -> Iterator[Noise]:
-    for suite in data.spec.evaluate.suites:
-        for context in sorted(data.spec.evaluate.contexts_of(suite)):
-            rows = data.records[(data.records["suite"] == suite) & (data.records["context_tokens"] == context)]
-            repeated = [
-                _draws_of(draws) for _, draws in _with_transcript_hashes(data, rows).groupby("item_id", observed=True)
-            ]
-            scored = [item for item in repeated if item.scores is not None]
-            if scored:
-                values = np.array([item.scores for item in scored])
-                clusters = np.array([item.cluster for item in scored])
-                low, high = _interval(values, clusters)
-                words = float(np.mean([item.words for item in scored]))
-                yield Noise(suite, context, len(scored), words, float(values.mean()), len(set(clusters)), low, high)
+def _noise_by_cell(scored: pd.DataFrame, grid: EvaluateSpec) -> Iterator[Noise]:
+    for suite in grid.suites:
+        for context in sorted(grid.contexts_of(suite)):
+            cell = scored[(scored["suite"] == suite) & (scored["context_tokens"] == context)]
+            items = [draws for _, draws in cell.groupby("item_id", observed=True) if len(draws) > 1]
+            if items:
+                words, scores = (np.array([_share_of_pairs(draws[key]) for draws in items]) for key in ("words", SCORE))
+                clusters = np.array([str(draws["cluster_id"].iloc[0]) for draws in items])
+                templates, tail = len(set(clusters)), (1 - LEVEL) / 2
+                low = high = None
+                if templates >= FEWEST_CLUSTERS:
+                    low = rate_lower(scores, clusters, alpha=tail)
+                    high = 1 - rate_lower(1 - scores, clusters, alpha=tail)
+                shares = float(words.mean()), float(scores.mean())
+                yield Noise(suite, context, len(items), *shares, templates, low, high)
 
 
-def _with_transcript_hashes(data: RunData, rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the records with a hash of each transcript, which differs if two answers to one item do."""
-    places = [(str(file), int(line)) for file, line in rows[["file", "line"]].itertuples(index=False)]
-    transcripts = data.transcripts(places)
-    return rows.assign(words=[hashlib.sha256(repr(transcripts[place]).encode()).hexdigest() for place in places])
+def _share_of_pairs(draws: pd.Series) -> float:
+    """Return the share of the pairs of draws that differ."""
+    return float(np.mean([a != b for a, b in combinations(draws.tolist(), 2)]))
 
 
-class _ItemDraws(NamedTuple):
-    """How the repeated answers to one item differ: the shares of pairs of answers that differ in words, and in score.
-
-    ``scores`` is None unless two answers were scored.
-    """
-
-    cluster: str
-    words: float
-    scores: float | None
-
-
-def _draws_of(rows: pd.DataFrame) -> _ItemDraws:
-    scored = rows[rows["score"].notna()]
-    words, scores = ([a != b for a, b in combinations(scored[key].tolist(), 2)] for key in ("words", "score"))
-    share = float(np.mean(scores)) if scores else None
-    return _ItemDraws(str(rows["cluster_id"].iloc[0]), float(np.mean(words)) if words else 0.0, share)
-
-
-def _interval(values: Array, clusters: npt.NDArray[np.str_]) -> tuple[float | None, float | None]:
-    if len(set(clusters)) < FEWEST_CLUSTERS:
-        return None, None
-    tail = (1 - LEVEL) / 2
-    return rate_lower(values, clusters, alpha=tail), 1 - rate_lower(1 - values, clusters, alpha=tail)
+# --- the effect of length ---------------------------------------------------------------------------------------------
 
 
 def _lengths(data: RunData, baseline: RunData | None) -> Iterator[Length]:
@@ -260,28 +266,27 @@ def _length(
         short=lengths[0],
         long_rate=float(values[1].mean()),
         short_rate=float(values[0].mean()),
-        effect=_without_interval(change, clusters)
-        or ess_tango(change, clusters, samples=samples, alpha=_ALPHA, graded=graded),
-        against=_change_against(values, clusters) if len(tables) > 1 else None,
+        effect=_effect(
+            change, clusters, lambda: ess_tango(change, clusters, samples=samples, alpha=_ALPHA, graded=graded)
+        ),
+        against=_change_against(values[:2] - values[2:], clusters) if len(tables) > 1 else None,
         decides=metric == SCORE and len(suites) == 1,
     )
 
 
-def _change_against(values: Array, clusters: npt.NDArray[Any]) -> Effect | Estimate:
+def _change_against(differences: Array, clusters: npt.NDArray[Any]) -> Effect | Estimate:
     """Return the effect of length (long - short) minus the same effect in the baseline.
 
-    ``values`` [4, N]: short and long context, then short and long context of the baseline.
+    ``differences`` [2, N] are those from the baseline in the short and in the long context.
     """
-    difference = values[:2] - values[2:]  # [2, N]
-    return _without_interval(difference[1] - difference[0], clusters) or slope_effect(
-        difference, (0.0, 1.0), clusters, alpha=_ALPHA, reach=2.0
-    )
+    change = differences[1] - differences[0]
+    return _effect(change, clusters, lambda: slope_effect(differences, (0.0, 1.0), clusters, alpha=_ALPHA, reach=2.0))
 
 
-def _without_interval(change: Array, clusters: npt.NDArray[Any]) -> Estimate | None:
-    """Return the mean of ``change`` without an interval if there are too few templates for one, else None."""
+def _effect(change: Array, clusters: npt.NDArray[Any], interval: Callable[[], Effect]) -> Effect | Estimate:
+    """Return ``interval()``, or only the mean of ``change`` if there are too few templates for an interval."""
     templates = len(set(clusters))
-    return Estimate(float(change.mean()), len(change), templates) if templates < FEWEST_CLUSTERS else None
+    return Estimate(float(change.mean()), len(change), templates) if templates < FEWEST_CLUSTERS else interval()
 
 
 def _item_means(records: pd.DataFrame) -> pd.DataFrame:
@@ -297,13 +302,13 @@ def _with_signs(lengths: list[Length]) -> Iterator[Length]:
 
     Only the scores of suites (``decides``) are tested, with p-values adjusted together; ``sign`` is False for facets.
     """
-    # against the baseline where there is one
-    deciding = {n: length.against or length.effect for n, length in enumerate(lengths) if length.decides}
-    effects = {n: effect for n, effect in deciding.items() if isinstance(effect, Effect)}
+    effects = {n: t for n, length in enumerate(lengths) if length.decides and isinstance(t := length.tested, Effect)}
     adjusted = holm([effect.pvalue for effect in effects.values()])
     signs = {n: e.estimate < 0 and p < _ALPHA for (n, e), p in zip(effects.items(), adjusted, strict=True)}
     return (replace(length, sign=signs.get(n, False)) for n, length in enumerate(lengths))
 
+
+# --- the page ---------------------------------------------------------------------------------------------------------
 
 FILES = ("probe.md", "probe.json")
 _NOISE = ("suite", "tokens", "asked twice", "other words", "other score", "95 %")
@@ -315,36 +320,11 @@ _HOW = (
 )
 
 
-def noise_table(findings: ProbeFindings) -> Table:
-    """Return the table of how often two answers to one item differ."""
-    return table_of(_NOISE, map(_noise_row, findings.noise))
-
-
-def length_table(findings: ProbeFindings) -> Table:
-    """Return the table of the effects of context length, the scores of suites first."""
-    return table_of(_LENGTH, map(_length_row, findings.lengths))
-
-
-def lines(findings: ProbeFindings) -> Iterator[str]:
-    """Yield the sentences that explain the tables of a probe."""
-    yield _noise_line(findings)
-    if findings.unscored:
-        share = percent(findings.unscored / findings.records)
-        yield f"unscored: {findings.unscored} of {findings.records} conversations ({share}); no outcome"
-    for place, count in findings.answers.beside.items():
-        yield f"words: of {count} of {findings.answers.scored} answers in {place}, not in a plain content"
-    yield _HOW
-    yield _length_line(findings)
-
-
-def probe_files(findings: ProbeFindings) -> dict[str, str]:
-    """Return the text of each file of the probe by file name."""
-    tables = ("Noise: two answers to one item", noise_table(findings)), ("Length", length_table(findings))
-    parts = [f"# Probe {escape(findings.run)} of {escape(findings.model)}", *map(escape, first_lines(findings))]
-    parts += [f"## {title}\n\n{markdown_table(table)}" for title, table in tables if table]
-    parts += [escape(line) for line in lines(findings)]
-    body = json.dumps({"format": 1, **asdict(findings)}, indent=1, ensure_ascii=False, allow_nan=False)
-    return dict(zip(FILES, ("\n\n".join(parts) + "\n", body + "\n"), strict=True))
+def probe_tables(findings: ProbeFindings) -> dict[str, Table]:
+    """Return the tables that have rows, by title: how often two answers differ, and the effects of length."""
+    noise, lengths = map(_noise_row, findings.noise), map(_length_row, findings.lengths)
+    tables = {"Noise: two answers to one item": table_of(_NOISE, noise), "Length": table_of(_LENGTH, lengths)}
+    return {title: table for title, table in tables.items() if table}
 
 
 def _noise_row(noise: Noise) -> tuple[str, ...]:
@@ -354,23 +334,18 @@ def _noise_row(noise: Noise) -> tuple[str, ...]:
 
 
 def _length_row(length: Length) -> tuple[str, ...]:
-    against = "-" if length.against is None else effect_text(length.against)
-    rates = percent(length.short_rate), percent(length.long_rate)
-    tokens = f"{length.short}, {length.long}"
-    items = str(length.effect.n_items)
-    return (length.metric, tokens, items, *rates, effect_text(length.effect), against, "LOSS" if length.sign else "")
+    rates, tokens = (percent(length.short_rate), percent(length.long_rate)), f"{length.short}, {length.long}"
+    effects = effect_text(length.effect), effect_text(length.against)
+    return (length.metric, tokens, str(length.effect.n_items), *rates, *effects, "LOSS" if length.sign else "")
 
 
-def _noise_line(findings: ProbeFindings) -> str:
-    if not findings.noise:
-        return "noise: no item has two scored answers, so the endpoint's own noise is unknown"
-    worst = max(noise.scores for noise in findings.noise)
-    most = f"noise: two answers to one item score differently in up to {percent(worst)} of the items"
-    if findings.temperature > 0:
-        return f"{most}; at temperature {findings.temperature:g} that is the draw's luck and the endpoint's together"
-    if any(noise.words for noise in findings.noise):
-        return f"{most}; at temperature 0 the draw has no luck, so the endpoint itself is not deterministic"
-    return f"{most}; at temperature 0 every second answer was the first one's, word for word"
+def probe_files(findings: ProbeFindings) -> dict[str, str]:
+    """Return the text of each file of the probe by file name."""
+    parts = [f"# Probe {escape(findings.run)} of {escape(findings.model)}", *map(escape, first_lines(findings))]
+    parts += [f"## {title}\n\n{markdown_table(table)}" for title, table in probe_tables(findings).items()]
+    parts += [escape(line) for line in lines(findings)]
+    body = json.dumps({"format": 1, **asdict(findings)}, indent=1, ensure_ascii=False, allow_nan=False)
+    return dict(zip(FILES, ("\n\n".join(parts) + "\n", body + "\n"), strict=True))
 
 
 def first_lines(findings: ProbeFindings) -> Iterator[str]:
@@ -393,19 +368,42 @@ def first_lines(findings: ProbeFindings) -> Iterator[str]:
         )
 
 
-def _length_line(findings: ProbeFindings) -> str:
+def lines(findings: ProbeFindings) -> Iterator[str]:
+    """Yield the sentences that explain the tables of a probe."""
+    yield _noise_line(findings)
+    if findings.unscored:
+        share = percent(findings.unscored / findings.records)
+        yield f"unscored: {findings.unscored} of {findings.records} conversations ({share}); no outcome"
+    for place, count in findings.answers.beside.items():
+        yield f"words: of {count} of {findings.answers.scored} answers in {place}, not in a plain content"
+    yield _HOW
+    yield inline(f"length: {_length_result(findings)}")
+
+
+def _noise_line(findings: ProbeFindings) -> str:
+    if not findings.noise:
+        return "noise: no item has two scored answers, so the endpoint's own noise is unknown"
+    worst = max(noise.scores for noise in findings.noise)
+    if findings.temperature > 0:
+        why = f"at temperature {findings.temperature:g} that is the draw's luck and the endpoint's together"
+    elif any(noise.words for noise in findings.noise):
+        why = "at temperature 0 the draw has no luck, so the endpoint itself is not deterministic"
+    else:
+        why = "at temperature 0 every second answer was the first one's, word for word"
+    return f"noise: two answers to one item score differently in up to {percent(worst)} of the items; {why}"
+
+
+def _length_result(findings: ProbeFindings) -> str:
+    deciding = [length.tested for length in findings.lengths if length.decides]
     if findings.answers.is_unusable:
-        return "length: not measured, every answer is empty or cut"
-    signs = [f"{length.metric} at {length.long}" for length in findings.lengths if length.sign]
-    deciding = [length.against or length.effect for length in findings.lengths if length.decides]
+        return "not measured, every answer is empty or cut"
     if not any(isinstance(effect, Effect) for effect in deciding):
         why = "no suite has enough templates for an interval" if deciding else "no item was answered at two lengths"
-        return f"length: not measured, {why}"
+        return f"not measured, {why}"
+    signs = [f"{length.metric} at {length.long}" for length in findings.lengths if length.sign]
     if not signs:
-        return "length: no suite is shown to lose with it"
-    than = (
-        "more than at the baseline"
-        if findings.baseline
-        else "; a baseline would tell a policy from a model that reads long contexts badly"
-    )
-    return inline(f"length: {', '.join(signs)} loses with it {than}".replace(" ;", ";"))
+        return "no suite is shown to lose with it"
+    found = f"{', '.join(signs)} loses with it"
+    if findings.baseline:
+        return f"{found} more than at the baseline"
+    return f"{found}; a baseline would tell a policy from a model that reads long contexts badly"
