@@ -340,7 +340,8 @@ def test_the_first_round_copies_the_pilots_rows_and_counts_their_time(held: Path
     for path in sorted((held / ROUNDS_FOLDER / "1").glob("*.jsonl")):
         assert path.read_bytes() == (held / PILOT_FOLDER / path.name).read_bytes()
         seconds += sum(json.loads(line)["seconds"] for line in path.read_text().splitlines())
-    assert seconds <= provenance(held)[LOOKS]["1"]["seconds"] < seconds + 2
+    # once, not twice; copying takes longer on a busy machine, as asking does
+    assert seconds <= provenance(held)[LOOKS]["1"]["seconds"] < 2 * seconds
 
 
 def test_a_round_that_was_not_looked_at_is_looked_at_when_it_goes_on(held: Path, tmp_path: Path) -> None:
