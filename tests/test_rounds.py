@@ -202,6 +202,9 @@ def test_before_it_begins_it_says_what_it_can_show() -> None:
     ]
     *_, line = plan_lines(plan, parse_spec(text, "x", NAMES), {"benign.helpful": 0.5})
     assert line.endswith(" with so few rows, one of 24.9 points can")  # of the 12 rows that count
+    slow = RowsPlan({"harm": 100, "benign": 24}, {"harm": 26.0, "benign": 0.5}, {}, rows)
+    *_, line = plan_lines(slow, parse_spec(text, "x", NAMES))
+    assert line == "the first 100 rows are always asked: about 50 minutes in all, not 10"
 
 
 def control(metric: str, *, measurable: bool, hopeless: bool) -> dict[str, Any]:

@@ -174,18 +174,31 @@ def plan_lines(plan: RowsPlan, spec: RunSpec, shares: Mapping[str, float] = Mapp
     """Yield a line for each margin: how many rows are planned, how long they take and what loss they can show.
 
     ``shares`` has by metric the share of its suite's rows that count for it, if not all do. Lines on suites that are
-    not asked come first, with the reason.
+    not asked come first, with the reason. If the rows that are always asked take longer than the time limit, the last
+    line says so.
     """
+    rounds = spec.evaluate.rounds
+    assert rounds is not None, "only a check in rounds has a plan"
     assert spec.gate.alpha is not None, "a complete spec has a level"
     for suite, reason in plan.left_out.items():
         yield f"not asked of this model: {suite} ({reason})"
+    minutes = {suite: _OVERHEAD * rows * plan.seconds.get(suite, 0.0) / 60 for suite, rows in plan.items.items()}
     for suite, rows in plan.items.items():
-        minutes = max(1, round(_OVERHEAD * rows * plan.seconds.get(suite, 0.0) / 60))
-        size = f"{suite}: up to {rows} rows, about {minutes} minute{'s' * (minutes > 1)}"
+        size = f"{suite}: up to {rows} rows, about {_in_minutes(minutes[suite])}"
         for metric, points in spec.gate.margins.items():
             if facet_of(metric)[0] == suite:
                 counted = round(rows * shares.get(metric, 1.0))
                 yield f"{size}; {_detectable_loss(counted, points, spec.gate.alpha)}"
+    total = sum(minutes.values())
+    if total > _OVERHEAD * rounds.minutes:
+        yield (
+            f"the first {rounds.first} rows are always asked: about {_in_minutes(total)} in all, not {rounds.minutes:g}"
+        )
+
+
+def _in_minutes(minutes: float) -> str:
+    whole = max(1, round(minutes))
+    return f"{whole} minute{'s' * (whole > 1)}"
 
 
 def _detectable_loss(rows: int, points: float, alpha: float) -> str:
