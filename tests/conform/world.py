@@ -262,19 +262,18 @@ def two_turns(
     only: int | None = None,
     short: bool = False,
 ) -> Played:
-    """Prompts of these lengths, seven drawn tokens, a message to each row, six more; ``only`` one of the rows.
+    """Prompts of these lengths, six drawn tokens, a message to each row, four more; ``only`` one of the rows.
 
-    ``short``: five drawn tokens, a message of six, four more. Two rows of three draw two in their last turn, and leave.
+    ``short``: five drawn tokens, and a message of six. Two rows of three draw two in their last turn, and leave.
     """
     rows = list(range(len(lengths) * group)) if only is None else [only]
     told = prompts(*[6 if short else 21, 3, 0, 17, 5, 1, 30, 2, 8][: len(lengths) * group])
     asked = prompts(*lengths) if only is None else [prompts(*lengths)[only // group]]
     parsed = parse_policy(policy) if isinstance(policy, str) else policy
     episode = Sampler(loaded, parsed).open(asked, rows, group=group if only is None else 1)
-    first = episode.decode(Decoding(5 if short else 7))
+    first = episode.decode(Decoding(5 if short else 6))
     episode.extend([told[n] for n in rows])
-    most = 4 if short else 6
-    second = episode.decode(Decoding(most), [2 if n % 3 else most for n in rows], None, lambda *_: False)
+    second = episode.decode(Decoding(4), [2 if n % 3 else 4 for n in rows], None, lambda *_: False)
     drawn = [[*a.logprobs, *b.logprobs] for a, b in zip(first, second, strict=True)]
     return Played(episode.rollouts(), drawn)
 
