@@ -172,7 +172,7 @@ def test_the_sampler_reads_the_tokens_it_draws_and_nothing_else(model: Any, text
             assert {*gpu.waits} <= TOLD
 
 
-@pytest.mark.parametrize("text", ["snapkv:budget=12,window=4", "h2o:budget=12", "int8", "kivi:group=4,residual=8"])
+@pytest.mark.parametrize("text", ["snapkv:budget=12,window=4", "kivi:group=4,residual=8"])
 def test_bfloat16_is_computed_there_as_on_a_processor(model: Any, text: str) -> None:
     narrow, policy = copy.deepcopy(model).bfloat16(), parse_policy(text)
     with sdpa_kernel(SDPBackend.MATH):
@@ -273,8 +273,9 @@ def drawn_by_an_engine(model: Any, store: EngineStore, prompt: int, new: int) ->
     )
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["shared prompts", "whole rows"])
-@pytest.mark.parametrize("name", STORES)
+@pytest.mark.parametrize(
+    ("name", "apart"), [*((name, False) for name in STORES), ("blocks of channels", True), ("fp8", True)]
+)
 def test_the_replay_of_an_engines_cache_waits_for_nothing(model: Any, name: str, *, apart: bool) -> None:
     """Forward and backward; prompts of under one block and of over two."""
     sizes = [(20, 3), (20, 30), (70, 5), (70, 33)]

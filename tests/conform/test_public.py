@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from conform.policies import policies_for, pytest_generate_tests, small_policies
-from conform.world import CONFIGS, exact_norms, left_padded, prompts, random_model
+from conform.world import CONFIGS, LAYERS, exact_norms, left_padded, prompts, random_model
 from kvaudit import CompressedCache, shadow
 from kvaudit.audit.policies import Policy, evictor_of
 
@@ -180,6 +180,6 @@ def test_savings_are_bytes_that_are_gone(evictor: Policy) -> None:
     made = model("llama-gqa")
     past = CompressedCache.for_model(made, evictor)
     played(made, past, torch.tensor(prompts(400)), torch.ones(1, 400, dtype=torch.int64), script=SCRIPT[:1])
-    dense = 3 * 2 * 2 * 428 * 8 * 8  # layers, keys and values, heads, tokens, channels, bytes of a float64
+    dense = LAYERS * 2 * 2 * 428 * 8 * 8  # layers, keys and values, heads, tokens, channels, bytes of a float64
     held = (evictor.budget + max(evictor.chunk, evictor.interval)) / 428
     assert past.bytes <= (held + 0.05) * dense
