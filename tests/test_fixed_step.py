@@ -142,14 +142,14 @@ def gap(played: Played) -> float:
     return worst
 
 
-@pytest.mark.parametrize("policy", ["snapkv:budget=64,window=8,interval=16", "streaming:budget=64", "h2o:budget=64"])
+@pytest.mark.parametrize("policy", ["snapkv:budget=64,window=8,interval=16", "h2o:budget=64"])
 def test_every_address_stays_over_40_steps_with_evictions_between(policy: str) -> None:
     step = open_step(policy)
     keys = {step.step() for _ in range(40)}
     assert len(keys) == 1
 
 
-@pytest.mark.parametrize("policy", ["none", "int8", "kivi:bits=4,group=16,residual=16"])
+@pytest.mark.parametrize("policy", ["none", "kivi:bits=4,group=16,residual=16"])
 def test_a_growing_cache_moves_when_its_room_is_used_up(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fixed_step, "MIN_ROOM", 16)
     step = open_step(policy, room=16)  # of which 200 tokens get an eighth, 25
