@@ -91,6 +91,7 @@ def test_sampler_equals_decoding_written_out(recorded: Policy) -> None:
     sampler_equals_decoding_written_out("llama-gqa", recorded)
 
 
+@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "kivi", "quest"])
 def test_sampler_equals_decoding_written_out_beside_a_layer_with_a_window(name: str) -> None:
     sampler_equals_decoding_written_out("gemma3", small(POLICIES.get(name)))
