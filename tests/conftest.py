@@ -6,7 +6,7 @@ import gc
 import os
 import socket
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import cache
 from hashlib import sha256
@@ -15,6 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import jinja2
+import numpy as np
 import pytest
 import typer.main
 import typer.testing
@@ -171,6 +172,32 @@ def items_made_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Templated, "item", item)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def roots_found_once() -> Iterator[None]:
+    """A root of the same numbers is found once: gate, report and card of one run ask for the same bounds."""
+    from kvaudit.reports.stats import rule, tango
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tango, "_root", once(tango._root))
+        patch.setattr(rule, "_log_ratio", once(rule._log_ratio))
+        yield
+
+
+def once(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of arrays that computes what it was not asked before."""
+    found: dict[bytes, Any] = {}
+
+    def remembered(*arrays: Any) -> Any:
+        key = sha256()
+        for array in map(np.asarray, arrays):
+            key.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+        if (name := key.digest()) not in found:
+            found[name] = plain(*arrays)
+        return found[name].copy()
+
+    return remembered
 
 
 @pytest.fixture(scope="session", autouse=True)

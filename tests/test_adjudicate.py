@@ -341,7 +341,7 @@ def held(tmp_path_factory):
     more = {
         "policies": ("none", policy("snapkv", 96)),
         "estimands": ("alike", "deployed"),
-        "items": 500,
+        "items": 300,
         "clusters": 100,
     }
     design = replace(DESIGN, seeds=(11,), drops={}, seed_sd=0.0, **more)
@@ -352,12 +352,31 @@ def held(tmp_path_factory):
     return run, folder / "sheet.csv"
 
 
-def copied(held, folder):
-    """A copy of the run, which keeps no labels yet, and its labelled sheet."""
-    shutil.copytree(held[0], folder / "run")
-    for path in (held[1], key_path(held[1])):
+def copied(run_and_sheets, folder):
+    """A copy of the run and of its sheets."""
+    run, *sheets = run_and_sheets
+    shutil.copytree(run, folder / "run")
+    for path in (part for sheet in sheets for part in (sheet, key_path(sheet))):
         shutil.copy(path, folder / path.name)
-    return folder / "run", folder / "sheet.csv"
+    return folder / "run", *(folder / sheet.name for sheet in sheets)
+
+
+@pytest.fixture(scope="module")
+def read_back(held, tmp_path_factory):
+    """The same run with the labels of its sheet, and the words of the command that read it."""
+    run, sheet = copied(held, tmp_path_factory.mktemp("read_back"))
+    return run, sheet, command("grade", "adjudicate", run, "--read", sheet)
+
+
+@pytest.fixture(scope="module")
+def read_twice(read_back, tmp_path_factory):
+    """The same run with the labels of a second sheet too, and the exit code of the command that read it."""
+    folder = tmp_path_factory.mktemp("read_twice")
+    run, sheet = copied(read_back[:2], folder)
+    more = folder / "more.csv"
+    command("grade", "adjudicate", run, "--out", more, "--select", "policy=none", "--concordant", 10**6)
+    label(more)
+    return run, sheet, more, command("grade", "adjudicate", run, "--read", more).exit_code
 
 
 def test_what_people_find_decides_the_gate_the_report_and_the_exit_code(held, tmp_path):
@@ -384,9 +403,8 @@ def test_what_people_find_decides_the_gate_the_report_and_the_exit_code(held, tm
     assert [(d["status"], d["judged"], d["adjusted_by"]) for d in found] == [("FAIL", "PASS", "Holm")]
 
 
-def test_judge_labels_alone_pass_no_cell_of_answers_that_the_judge_may_tell_apart(held, tmp_path):
-    run, sheet = copied(held, tmp_path)
-    done = command("grade", "adjudicate", run, "--read", sheet)
+def test_judge_labels_alone_pass_no_cell_of_answers_that_the_judge_may_tell_apart(read_back):
+    run, _, done = read_back
     assert (done.exit_code, command("gate", run).exit_code) == (4, 4)
     assert "JUDGE_DIFF" in done.output
     verdict = decide_run(load_run(run)).verdict
@@ -409,31 +427,20 @@ def test_an_even_judge_may_pass_the_cells_that_nobody_labelled(held, tmp_path):
     assert report.verdict.status is Status.PASS
 
 
-def test_labels_leave_every_other_cell_as_it_was(held, tmp_path):
-    run, sheet = copied(held, tmp_path)
-    before = decide_run(load_run(run)).verdict
-    command("grade", "adjudicate", run, "--read", sheet)
-    after = decide_run(load_run(run)).verdict
+def test_labels_leave_every_other_cell_as_it_was(held, read_back):
+    before, after = (decide_run(load_run(run)).verdict for run in (held[0], read_back[0]))
     others = [(d, e) for d, e in zip(before.decisions, after.decisions, strict=True) if not e.judged]
     assert len(others) == 2
     assert all((d.effect, d.pvalue_drop, d.adjusted_by) == (e.effect, e.pvalue_drop, e.adjusted_by) for d, e in others)
 
 
-def test_another_sheet_adds_its_cells_and_keeps_the_others(held, tmp_path):
-    run, sheet = copied(held, tmp_path)
-    command("grade", "adjudicate", run, "--read", sheet)
-    command(
-        "grade", "adjudicate", run, "--out", tmp_path / "more.csv", "--select", "policy=none", "--concordant", 10**6
-    )
-    label(tmp_path / "more.csv")
-    command("grade", "adjudicate", run, "--read", tmp_path / "more.csv")
-    found = [cell.decision for cell in labelled(run)]
+def test_another_sheet_adds_its_cells_and_keeps_the_others(read_twice):
+    found = [cell.decision for cell in labelled(read_twice[0])]
     assert {(c.estimand, c.policy == "none") for c in found} == {("alike", False), ("alike", True)}
 
 
-def test_stored_labels_that_were_edited_are_refused(held, tmp_path):
-    run, sheet = copied(held, tmp_path)
-    command("grade", "adjudicate", run, "--read", sheet)
+def test_stored_labels_that_were_edited_are_refused(read_back, tmp_path):
+    run, _ = copied(read_back[:2], tmp_path)
     stored = run / "report" / LABELS_FILE
     text = stored.read_text()
     assert "PASS" not in text, "nothing that follows from the labels is stored"
@@ -444,9 +451,8 @@ def test_stored_labels_that_were_edited_are_refused(held, tmp_path):
         assert "it was changed after it was written" in done.output
 
 
-def test_stored_labels_that_were_edited_and_hashed_again_are_refused(held, tmp_path):
-    run, sheet = copied(held, tmp_path)
-    command("grade", "adjudicate", run, "--read", sheet)
+def test_stored_labels_that_were_edited_and_hashed_again_are_refused(read_back, tmp_path):
+    run, sheet = copied(read_back[:2], tmp_path)
     path = run / "report" / LABELS_FILE
     (cell,) = load_labels(run).cells
     first, written = path.read_text(), command("gate", run)
@@ -467,13 +473,9 @@ def test_stored_labels_that_were_edited_and_hashed_again_are_refused(held, tmp_p
     assert command("grade", "adjudicate", run, "--read", sheet).exit_code == written.exit_code
 
 
-def test_labels_that_were_lost_are_missed_until_every_sheet_is_read_again(held, tmp_path):
-    run, sheet = copied(held, tmp_path)
-    command("grade", "adjudicate", run, "--read", sheet)
-    more = tmp_path / "more.csv"
-    command("grade", "adjudicate", run, "--out", more, "--select", "policy=none", "--concordant", 10**6)
-    label(more)
-    both = command("grade", "adjudicate", run, "--read", more).exit_code
+def test_labels_that_were_lost_are_missed_until_every_sheet_is_read_again(read_twice, tmp_path):
+    *files, both = read_twice
+    run, sheet, more = copied(files, tmp_path)
     (run / "report" / LABELS_FILE).unlink()
     some = command("grade", "adjudicate", run, "--read", sheet)
     assert (some.exit_code, "holds 1 of 2 cells that people labelled; read the sheets" in some.stderr) == (2, True)
@@ -481,9 +483,8 @@ def test_labels_that_were_lost_are_missed_until_every_sheet_is_read_again(held, 
     assert command("grade", "adjudicate", run, "--read", more).exit_code == both != 2
 
 
-def test_stored_labels_of_other_answers_are_refused(held, tmp_path):
-    run, sheet = copied(held, tmp_path)
-    command("grade", "adjudicate", run, "--read", sheet)
+def test_stored_labels_of_other_answers_are_refused(read_back, tmp_path):
+    run, _ = copied(read_back[:2], tmp_path)
     stored = load_labels(run)
     noted(run)
     (cell,) = stored.cells
@@ -620,9 +621,8 @@ def test_few_labels_ask_for_labels_and_not_for_templates(written, tmp_path):
     assert decision.larger is None
 
 
-def test_a_larger_sheet_keeps_the_labels_of_a_smaller_one(held, tmp_path):
-    run, sheet = copied(held, tmp_path)
-    command("grade", "adjudicate", run, "--read", sheet)
+def test_a_larger_sheet_keeps_the_labels_of_a_smaller_one(read_back, tmp_path):
+    run, sheet = copied(read_back[:2], tmp_path)
     chosen_cell = ("--select", "estimand=alike", "--select", "policy=snapkv:budget=96", "--concordant", 150)
     done = command("grade", "adjudicate", run, "--out", tmp_path / "more.csv", *chosen_cell)
     rows = rows_of(tmp_path / "more.csv")
@@ -774,7 +774,7 @@ def test_a_row_shows_the_last_answer_apart_and_cuts_what_no_spreadsheet_holds():
     assert shown_answer("x", talk[:1]) == ShownAnswer("x", "[system] Rule.", "")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.text(max_size=30), st.text(max_size=30))
 def test_any_text_comes_back_from_the_sheet_unchanged(tmp_path_factory, conversation, answer):
     row = ShownAnswer("s", conversation, answer)
@@ -805,7 +805,7 @@ def test_a_key_reads_back_as_it_was_written(tmp_path):
     assert read_key(path) == KEY
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(["run", "records", "seed", "rows", "cells", "format", "extra"]), JSON, st.booleans())
 def test_a_broken_key_or_store_never_raises_anything_but_an_audit_error(tmp_path_factory, field, value, deep):
     folder = tmp_path_factory.mktemp("k")

@@ -702,7 +702,7 @@ SCORE = st.sampled_from(["0", "1", "0.5", "", "nan", "2", "x"])
 CELL = st.tuples(st.sampled_from(["a", "b", "c", ""]), st.sampled_from(["t", "u", ""]), SCORE, st.sampled_from("012x"))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.lists(CELL, max_size=12), st.lists(CELL, max_size=12), st.integers(0, 70), st.booleans())
 def test_random_tables_compare_or_give_one_line(tmp_path_factory, a, b, padding, sampled):
     folder = tmp_path_factory.mktemp("t")

@@ -198,5 +198,5 @@ def test_what_cannot_be_diagnosed_is_one_line(words: list[str], line: str) -> No
 @pytest.mark.parametrize("setting", [Codes(4, SIZE), Floats("fp8_e5m2", E5M2, E4M3), Floats("fp8_e4m3", E4M3)])
 def test_the_number_of_cases_is_known_beforehand(setting: Codes | Floats) -> None:
     model, harms = tiny(), []
-    run_diagnosis(model, asked(model), setting, harms.append)
+    run_diagnosis(model, asked(model, 2), setting, harms.append)
     assert len(harms) == count_cases(model, setting)

@@ -110,7 +110,7 @@ def test_contract(engine: type[Engine], check: Check) -> None:
 
 
 @pytest.mark.parametrize("check", CHECKS[1:], ids=lambda check: check.__name__)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_contract_with_random_settings(engine: type[Engine], check: Check, data: st.DataObject) -> None:
     engine_names = [*engine.compresses, *engine.always]

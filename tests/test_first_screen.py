@@ -234,15 +234,15 @@ def test_whatever_breaks_a_comparison_breaks_every_answer(reported: Any) -> None
     assert {cell.status for row in grid_of(broken).rows for cell in row.cells if cell} == {Status.INVALID}
 
 
-def test_a_grid_of_two_hundred_settings_keeps_the_worst(tmp_path: Path) -> None:
-    names = [policy("snapkv", budget) for budget in range(10, 210)]
+def test_a_grid_of_a_hundred_settings_keeps_the_worst(tmp_path: Path) -> None:
+    names = [policy("snapkv", budget) for budget in range(10, 110)]
     hurt = {names[77]: {i for i in range(64) if i % 3}}
     design = replace(
         SERVED, policies=("none", *names), suites=("refusal",), items=64, clusters=32, wrong=hurt, margins={}
     )
     found = decide_run(load_run(build(tmp_path / "run", design)))
     grid, page = grid_of(found), page_of(found)
-    assert (len(grid.rows), grid.left_out) == (MOST_GRID_ROWS, 200 - MOST_GRID_ROWS)
+    assert (len(grid.rows), grid.left_out) == (MOST_GRID_ROWS, 100 - MOST_GRID_ROWS)
     assert "snapkv 87" in {row.name for row in grid.rows}
     assert len(formats()["verdict.json"](page)) < 50_000
     assert len(formats()["report.md"](page).split()) <= 2500
@@ -251,8 +251,8 @@ def test_a_grid_of_two_hundred_settings_keeps_the_worst(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x" * 64, "نموذج", "模型<script>alert(1)</script>", "a|b`c*d_e", "=1+1"])
-def test_names_of_any_kind_are_text_on_the_first_screen(tmp_path: Path, name: str) -> None:
-    found = decide_run(load_run(build(tmp_path / "run", replace(SERVED, wrong=wrong()))))
+def test_names_of_any_kind_are_text_on_the_first_screen(reported: Any, name: str) -> None:
+    found = reported("serving holds")
     sides = replace(found.comparison, model=name, labels={**found.comparison.labels, SNAP: name})
     found = replace(found, drift=replace(found.drift, run=name, comparison=sides))
     page = page_of(found)

@@ -59,6 +59,22 @@ CODING = (
     "kivi:bits=4,group=16,residual=16",
     "kivi:bits=2,group=8,residual=32",
 )
+# steps that no other policy of the list takes; the others differ from one of these in their ranking or their numbers
+OWN_STEPS = {
+    "none",
+    "snapkv:budget=64,window=8,interval=16",
+    "streaming:budget=64,reposition=true",
+    "streaming:budget=64,pin=system",
+    "h2o:budget=64",
+    "adakv:budget=64,window=8,interval=16",
+    "expected:budget=64",
+    "random:budget=64",
+    "int8",
+    "fp8:scale=tensor,write=true",
+    "q4_0:write=true,rotate=true",
+    "kivi:bits=4,group=16,residual=16",
+    "kivi:bits=2,group=8,residual=32",
+}
 WIDEST_GAP = 5e-5  # nats between sampler and shadow pass, in float32
 
 
@@ -92,7 +108,10 @@ class Played:
         return [tensor for layer in layers for tensor in (*layer.tensors(), layer.store.evicted_at)]
 
 
-@pytest.mark.parametrize("policy", [*EVICTING, *CODING])
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param(one, marks=[] if one in OWN_STEPS else pytest.mark.slow) for one in (*EVICTING, *CODING)],
+)
 def test_replayed_steps_sample_and_record_what_single_steps_do(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     single, replayed = (Played(policy, mode, monkeypatch) for mode in ("eager", "graph"))
     for turn, other in zip(single.turns, replayed.turns, strict=True):
@@ -123,14 +142,14 @@ def gap(played: Played) -> float:
     return worst
 
 
-@pytest.mark.parametrize("policy", ["snapkv:budget=64,window=8,interval=16", "streaming:budget=64", "h2o:budget=64"])
+@pytest.mark.parametrize("policy", ["snapkv:budget=64,window=8,interval=16", "h2o:budget=64"])
 def test_every_address_stays_over_40_steps_with_evictions_between(policy: str) -> None:
     step = open_step(policy)
     keys = {step.step() for _ in range(40)}
     assert len(keys) == 1
 
 
-@pytest.mark.parametrize("policy", ["none", "int8", "kivi:bits=4,group=16,residual=16"])
+@pytest.mark.parametrize("policy", ["none", "kivi:bits=4,group=16,residual=16"])
 def test_a_growing_cache_moves_when_its_room_is_used_up(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fixed_step, "MIN_ROOM", 16)
     step = open_step(policy, room=16)  # of which 200 tokens get an eighth, 25
@@ -219,7 +238,7 @@ def test_a_planted_growth_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(keys) > 10
 
 
-@pytest.mark.parametrize("policy", [*EVICTING[:3], "h2o:budget=12", "int8", "kivi:bits=4,group=4,residual=8", "fp8"])
+@pytest.mark.parametrize("policy", [*EVICTING[:2], "h2o:budget=12", "int8", "kivi:bits=4,group=4,residual=8"])
 def test_a_step_on_a_device_waits_for_nothing(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the pretended device: between the numbers of a step and its logits the host hears nothing of it."""
     heard: list[Any] = []

@@ -461,10 +461,10 @@ SEEDS = (0, 1, 2, 4, 5, 6, 8, 9, 10, 11, 12, 14, 16, 17, 19, 20, 21, 22)
 SEEDS += (23, 25, 26, 27, 28, 29, 32, 34, 35, 37, 38, 39, 40, 41, 42, 43, 45, 47)
 
 
-@pytest.mark.parametrize("block", range(3))
+@pytest.mark.parametrize("block", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 6))])
 def test_random_schedules_are_sampled_and_recorded_alike(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [check(seed, monkeypatch) for seed in SEEDS[block::3]]
-    assert sum(result.replays for result in found) > 50
+    found = [check(seed, monkeypatch) for seed in SEEDS[block::6]]
+    assert sum(result.replays for result in found) > 20
 
 
 def test_a_key_that_tells_too_little_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,13 +476,21 @@ def test_a_key_that_tells_too_little_is_found(monkeypatch: pytest.MonkeyPatch) -
         compare(case, single, Player(case, "graph", monkeypatch).play())
 
 
-def test_prompts_that_enter_a_running_batch_are_sampled_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed, policy in enumerate(("kivi:bits=4,group=4,residual=4", "snapkv:budget=16,window=4,interval=3")):
-        case = replace(drawn_case(seed), family="gemma3", policy=policy, dtype=torch.float64, failing=0.0, fewest=1)
-        single, *others = (Player(case, mode, monkeypatch).stream() for mode in ("eager", "graph", "fixed"))
-        check_shadow(case, single)
-        for other in others:
-            assert compare(case, single, other)
+@pytest.mark.parametrize(
+    ("seed", "policy"),
+    [
+        (0, "kivi:bits=4,group=4,residual=4"),
+        pytest.param(1, "snapkv:budget=16,window=4,interval=3", marks=pytest.mark.slow),
+    ],
+)
+def test_prompts_that_enter_a_running_batch_are_sampled_alike(
+    seed: int, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = replace(drawn_case(seed), family="gemma3", policy=policy, dtype=torch.float64, failing=0.0, fewest=1)
+    single, *others = (Player(case, mode, monkeypatch).stream() for mode in ("eager", "graph", "fixed"))
+    check_shadow(case, single)
+    for other in others:
+        assert compare(case, single, other)
 
 
 def test_a_codec_whose_exact_entries_grow_in_number_is_replayed_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conform.policies import policy_id, small_policies
+from conform.policies import asked_by, one_of_each, policy_id, small_policies
 from pretend_gpu import GPU, HOST, READS, UPLOADS, PretendGpu, pretend_gpu
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -87,7 +87,13 @@ def played(model: Any, policy: Policy, device: torch.device, gpu: PretendGpu | N
     return Played(out.logits, ledger, *waits)
 
 
-@pytest.mark.parametrize("policy", small_policies(), ids=policy_id)
+ASKING = one_of_each(small_policies(), asked_by)  # the others rank by the same of a model
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param(one, id=policy_id(one), marks=[pytest.mark.slow] * (one not in ASKING)) for one in small_policies()],
+)
 def test_a_step_of_decoding_waits_for_nothing_but_what_it_is_told(model: Any, policy: Policy) -> None:
     with sdpa_kernel(SDPBackend.MATH):
         on_host = played(model, policy, torch.device("cpu"))
@@ -172,7 +178,7 @@ def test_the_sampler_reads_the_tokens_it_draws_and_nothing_else(model: Any, text
             assert {*gpu.waits} <= TOLD
 
 
-@pytest.mark.parametrize("text", ["snapkv:budget=12,window=4", "h2o:budget=12", "int8", "kivi:group=4,residual=8"])
+@pytest.mark.parametrize("text", ["snapkv:budget=12,window=4", "kivi:group=4,residual=8"])
 def test_bfloat16_is_computed_there_as_on_a_processor(model: Any, text: str) -> None:
     narrow, policy = copy.deepcopy(model).bfloat16(), parse_policy(text)
     with sdpa_kernel(SDPBackend.MATH):

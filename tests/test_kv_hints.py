@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conform.world import gap, ledger_of, prompts, random_model, shared, two_turns
+from conform.world import DEEP, LAYERS, gap, ledger_of, prompts, random_model, shared, two_turns
 from torch import Tensor
 
 from kvaudit import CompressedCache, shadow
@@ -226,7 +226,7 @@ def test_members_of_a_group_have_the_hints_of_the_prompt_in_common() -> None:
     first, second = two_turns(loaded, "int8", group=2, lengths=(150,)).rollouts
     assert first.hints is not None
     prompt = [unpack_hints(r.hints)[0] for r in (first, second)]
-    prompt = [index[index // (3 * 2 * 2 * 8) < 150] for index in prompt]
+    prompt = [index[index // (LAYERS * 2 * 2 * 8) < 150] for index in prompt]
     assert len(prompt[0]) > 10
     assert torch.equal(*prompt)
 
@@ -248,7 +248,7 @@ def test_other_weights_leave_the_hints_aside() -> None:
 
 @pytest.mark.parametrize("policy", ["int8", "kivi:group=4,residual=8"])
 def test_the_public_cache_hands_its_hints_to_the_shadow(policy: str) -> None:
-    model, (long, short) = random_model(dtype=torch.float32, spread=0.2), prompts(180, 150)
+    model, (long, short) = random_model(DEEP, torch.float32, 0.2), prompts(180, 150)
     ids = torch.tensor([long, [0] * 30 + short])
     mask = (torch.arange(180) >= torch.tensor([[0], [30]])).long()
     cache, logits = CompressedCache.for_model(model, policy), []

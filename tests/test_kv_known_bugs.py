@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conform.world import feed, held, new_cache, prompts, random_model, shared, two_turns
+from conform.world import LAYERS, feed, held, new_cache, prompts, random_model, shared, two_turns
 
 from kvaudit import CompressedCache
 from kvaudit.audit.cache.evict import keep_mask
@@ -47,7 +47,7 @@ def test_every_layer_and_head_decides_for_itself(kind: str) -> None:
     """Neither the first layer's set for all of them, nor one seeded score repeated in every layer."""
     (rollout,) = two_turns(shared(), f"{kind}:budget=12,chunk=16", lengths=(40,)).rollouts
     gone = (rollout.evicted_at < NEVER).flatten(0, 1)
-    assert len({tuple(row.tolist()) for row in gone}) == len(gone) == 6
+    assert len({tuple(row.tolist()) for row in gone}) == len(gone) == 2 * LAYERS
 
 
 @pytest.mark.parametrize("budget", [1, 3, 29, 57, 99, 100])
@@ -70,9 +70,9 @@ def test_what_left_is_freed() -> None:
             model(part, past_key_values=past)
     entry = 2 * 8 * 8  # heads, channels, bytes of a float64
     sizes = reachable(past)
-    assert len(sizes) >= 6
+    assert len(sizes) >= 2 * LAYERS
     assert max(sizes) <= (16 + 16) * entry
-    assert sum(sizes) <= 3 * 2 * (16 + 16) * entry
+    assert sum(sizes) <= LAYERS * 2 * (16 + 16) * entry
 
 
 def reachable(root: object) -> list[int]:

@@ -11,7 +11,7 @@ import transformers
 from conform.test_public import batch, whole
 from conform.world import (
     CONFIGS,
-    GQA,
+    MIXED,
     feed,
     gap,
     ledger_of,
@@ -46,25 +46,26 @@ if not hasattr(transformers.Cache, "get_conv_state"):
 LINEAR = ["linear_attention", "full_attention", "full_attention"]
 DELTA = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
 MAMBA = dict(mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8)
+UNLIKE = {**HEADS, "num_hidden_layers": len(LINEAR)}
 LATENT = dict(q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=12)
 # their layers of linear attention compute in float32, whatever the model's precision
 FLOAT32 = {
-    "qwen3.5": Qwen3_5TextConfig(head_dim=8, layer_types=LINEAR, **DELTA, **GQA),
+    "qwen3.5": Qwen3_5TextConfig(head_dim=8, layer_types=LINEAR, **DELTA, **MIXED),
     "kimi-linear": transformers.KimiLinearConfig(
         layer_types=LINEAR,
         linear_attn_config={"num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4},
         mlp_layer_types=["dense"] * 3,
         num_key_value_heads=4,
         **LATENT,
-        **HEADS,
+        **UNLIKE,
     ),
     "olmo-hybrid": transformers.OlmoHybridConfig(
-        layer_types=LINEAR, num_key_value_heads=2, **{**DELTA, "linear_num_key_heads": 4}, **HEADS
+        layer_types=LINEAR, num_key_value_heads=2, **{**DELTA, "linear_num_key_heads": 4}, **UNLIKE
     ),
     "granite-4": GraniteMoeHybridConfig(
-        layer_types=LINEAR, num_local_experts=0, shared_intermediate_size=48, **MAMBA, num_key_value_heads=2, **HEADS
+        layer_types=LINEAR, num_local_experts=0, shared_intermediate_size=48, **MAMBA, num_key_value_heads=2, **UNLIKE
     ),
-    "falcon-h1": FalconH1Config(head_dim=8, mamba_d_ssm=64, **MAMBA, num_key_value_heads=2, **HEADS),
+    "falcon-h1": FalconH1Config(head_dim=8, mamba_d_ssm=64, **MAMBA, num_key_value_heads=2, **UNLIKE),
 }
 SNAPKV = "snapkv:budget=14,window=4,interval=3,chunk=16"
 
@@ -171,11 +172,11 @@ def test_what_a_policy_governs_is_said() -> None:
 
 REFUSED = {
     "a state that is not passed on": (
-        JambaConfig(num_experts=1, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, **HEADS),
+        JambaConfig(num_experts=1, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, **UNLIKE),
         "not passed kv=",
     ),
     "a state kept elsewhere": (
-        MiniMaxConfig(head_dim=8, num_local_experts=2, layer_types=LINEAR, **GQA),
+        MiniMaxConfig(head_dim=8, num_local_experts=2, layer_types=LINEAR, **MIXED),
         "1 of which take no cache_params",
     ),
 }

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conform.world import feed, gap, ledger_of, new_cache, prompts, random_model, served, shared, two_turns
+from conform.world import DEEP, feed, gap, ledger_of, new_cache, prompts, random_model, served, shared, two_turns
 from huggingface_hub.errors import StrictDataclassError
 from rerun_world import verify
 from rollout_form import write_rollouts
@@ -240,7 +240,7 @@ def test_experts_that_no_model_can_have_chosen_are_refused(tmp_path: Path) -> No
         with pytest.raises(DataError, match=words):
             check_replayable(RecordedRollouts("here", (replace(rollout, experts=experts),), None), config, 512)
     with pytest.raises(DataError, match="experts up to number 3, the model 0 blocks"):
-        suffix_logits(shared().model, [rollout], group=1, view="shadow")
+        suffix_logits(shared(DEEP).model, [rollout], group=1, view="shadow")
     write_rollouts(tmp_path / "r.json", RecordedRollouts("here", (rollout,), None))
     table = json.loads((tmp_path / "r.json").read_text())
     table["rollouts"][0]["experts"][2][1].append(0)

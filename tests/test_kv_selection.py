@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conform.stepwise import stepwise_logits
-from conform.world import feed, gap, ledger_of, new_cache, prompts, served, shared, two_turns
+from conform.world import DEEP, feed, gap, ledger_of, new_cache, prompts, served, shared, two_turns
 from rerun_world import verify
 from rollout_form import write_rollouts
 from safetensors.torch import save_file
@@ -33,7 +33,7 @@ QUEST = "quest:budget=16,page=4,dense=1,chunk=16"
 
 
 def played(text: str = QUEST, **options: Any) -> Any:
-    return two_turns(shared(), text, **options)
+    return two_turns(shared(DEEP), text, **options)
 
 
 def test_drawn_tokens_choose_and_given_ones_see_everything() -> None:
@@ -50,11 +50,11 @@ def test_drawn_tokens_choose_and_given_ones_see_everything() -> None:
 
 
 def test_memory_is_that_of_the_dense_cache_and_the_extremes_of_every_page() -> None:
-    caches = [new_cache(shared(), parse_policy(text)) for text in (QUEST, "none")]
+    caches = [new_cache(shared(DEEP), parse_policy(text)) for text in (QUEST, "none")]
     for evicting in caches:
-        feed(shared(), evicting, prompts(40))
-        feed(shared(), evicting, [[9]], decoding=True)
-    config = shared().model.config
+        feed(shared(DEEP), evicting, prompts(40))
+        feed(shared(DEEP), evicting, [[9]], decoding=True)
+    config = shared(DEEP).model.config
     heads = 2 * config.num_key_value_heads  # of the two layers that choose
     of_a_page = 2 * heads * config.head_dim * 8  # lowest and highest, float64
     assert caches[0].bytes - caches[1].bytes == 12 * of_a_page  # 41 tokens in 11 pages, and a place for padding
@@ -77,11 +77,11 @@ def test_extremes_that_are_kept_are_those_of_the_keys(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Quest, "choose", watched)
     played(group=2)
-    caches = [new_cache(shared(), parse_policy(QUEST)) for _ in range(2)]
+    caches = [new_cache(shared(DEEP), parse_policy(QUEST)) for _ in range(2)]
     for cache, length in zip(caches, (9, 40), strict=True):
-        feed(shared(), cache, prompts(length))
+        feed(shared(DEEP), cache, prompts(length))
     caches[0].join(caches[1])
-    feed(shared(), caches[0], [[9], [7]], decoding=True)
+    feed(shared(DEEP), caches[0], [[9], [7]], decoding=True)
     assert len(compared) > 20
     assert max(compared) > 11
 
@@ -99,10 +99,10 @@ def test_slots_at_the_position_of_their_number_are_seen_as_those_at_any(length: 
 @pytest.mark.parametrize("lengths", [(8, 8), (40, 40), (9, 40), (8, 10, 9)])
 def test_rows_choose_alike_beside_others_and_alone(lengths: tuple[int, ...]) -> None:
     """Rows of one length take the short way to what they see; one beside longer ones cannot, and may alone."""
-    together = two_turns(shared(), QUEST, lengths=lengths, short=True)
-    assert gap(shared(), together, "shadow") < 1e-12
+    together = two_turns(shared(DEEP), QUEST, lengths=lengths, short=True)
+    assert gap(shared(DEEP), together, "shadow") < 1e-12
     for row, rollout in enumerate(together.rollouts):
-        (alone,) = two_turns(shared(), QUEST, lengths=lengths, short=True, only=row).rollouts
+        (alone,) = two_turns(shared(DEEP), QUEST, lengths=lengths, short=True, only=row).rollouts
         assert alone.selection is not None
         assert rollout.selection is not None
         assert torch.equal(alone.selection.queries, rollout.selection.queries)
@@ -113,14 +113,14 @@ def test_rows_choose_alike_beside_others_and_alone(lengths: tuple[int, ...]) -> 
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_sets_may_be_shared_by_all_heads_or_by_a_group(heads: int) -> None:
     """Sparse indexers name single keys for all heads, other rules for each KV head: all are as written out."""
-    (rollout,) = two_turns(shared(), QUEST, lengths=(22,), short=True).rollouts
+    (rollout,) = two_turns(shared(DEEP), QUEST, lengths=(22,), short=True).rollouts
     generator = torch.Generator().manual_seed(heads)
     queries = torch.tensor([3, 9, 24, 25], dtype=torch.int32)  # of the prompt too
     lists = [[[sorted({int(q), *torch.randint(0, int(q) + 1, (2,), generator=generator).tolist()}) for q in queries]
               for _ in range(heads)] for _ in range(2)]  # fmt: skip
     chosen = torch.tensor([[[[*own, -1, -1][:3] for own in head] for head in layer] for layer in lists])
     rollout = replace(rollout, selection=Selection(1, (0, 2), queries, chosen.to(torch.int32)))
-    model = shared().model
+    model = shared(DEEP).model
     with torch.no_grad():
         expected = stepwise_logits(model, rollout)
         with shadow(model, ledger_of(rollout)):
@@ -142,12 +142,12 @@ def moved(rollout: Rollout, n: int = 5) -> Rollout:
 
 def test_one_page_off_is_seen_in_the_log_probs() -> None:
     history = played(lengths=(40,))
-    assert gap(shared(), history, "shadow") < 1e-12
-    assert gap(shared(), history._replace(rollouts=[moved(history.rollouts[0])]), "shadow") > 1e-3
+    assert gap(shared(DEEP), history, "shadow") < 1e-12
+    assert gap(shared(DEEP), history._replace(rollouts=[moved(history.rollouts[0])]), "shadow") > 1e-3
 
 
 def verified(rollout: Rollout, policy: str | None = QUEST) -> Any:
-    loaded = SimpleNamespace(**vars(shared()), dtype=torch.float64)
+    loaded = SimpleNamespace(**vars(shared(DEEP)), dtype=torch.float64)
     return verify(loaded, RecordedRollouts("here", (rollout,), policy and parse_policy(policy)))
 
 
@@ -174,7 +174,7 @@ def test_members_of_a_group_agree_on_what_their_prompt_attended_to() -> None:
     rollouts = played(group=2, lengths=(40,)).rollouts
     early = Selection(4, (1,), torch.tensor([7], dtype=torch.int32), torch.tensor([[[[0]]]], dtype=torch.int32))
     with pytest.raises(DataError, match="rollout 1 attended to other keys of its prompt"):
-        suffix_logits(shared().model, [rollouts[0], replace(rollouts[1], selection=early)], group=2, view="shadow")
+        suffix_logits(shared(DEEP).model, [rollouts[0], replace(rollouts[1], selection=early)], group=2, view="shadow")
 
 
 def test_files_keep_what_was_chosen(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_query_that_chose_only_what_had_left_is_refused() -> None:
     early = Selection(1, (1,), torch.tensor([45], dtype=torch.int32), torch.tensor([[[[0]]]], dtype=torch.int32))
     recorded = RecordedRollouts("here", (replace(rollout, evicted_at=gone, selection=early),), None)
     with pytest.raises(DataError, match="chose only evicted entries"):
-        check_replayable(recorded, shared().model.config, 512)
+        check_replayable(recorded, shared(DEEP).model.config, 512)
 
 
 def test_generate_with_left_padding_is_replayed() -> None:
@@ -263,9 +263,9 @@ def test_generate_with_left_padding_is_replayed() -> None:
 
 def test_masks_of_a_long_replay_are_cut_into_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     history = played()
-    whole = gap(shared(), history, "shadow")
+    whole = gap(shared(DEEP), history, "shadow")
     monkeypatch.setattr("kvaudit.audit.cache.attention.MASK_ELEMENTS", 1 << 10)
-    assert max(whole, gap(shared(), history, "shadow")) < 1e-12
+    assert max(whole, gap(shared(DEEP), history, "shadow")) < 1e-12
 
 
 def test_quest_takes_no_partner() -> None:
@@ -275,9 +275,9 @@ def test_quest_takes_no_partner() -> None:
 
 
 def test_a_row_that_is_fed_nothing_chooses_nothing() -> None:
-    evicting = new_cache(shared(), parse_policy(QUEST), [0, 1])
-    feed(shared(), evicting, prompts(20, 20))
-    feed(shared(), evicting, [[9], []], decoding=True)
+    evicting = new_cache(shared(DEEP), parse_policy(QUEST), [0, 1])
+    feed(shared(DEEP), evicting, prompts(20, 20))
+    feed(shared(DEEP), evicting, [[9], []], decoding=True)
     first, second = evicting.selections() or ()
     assert first is not None
     assert (first.queries.tolist(), second) == ([20], None)
@@ -287,7 +287,7 @@ def test_a_row_that_chose_nothing_has_no_record_and_is_kept(tmp_path: Path) -> N
     """One row stops at its first token while the other goes on; and a model of which no layer chooses."""
     for text in ("quest:budget=4,page=3,dense=0", "quest:budget=4,page=3,dense=3"):
         policy = parse_policy(text)
-        episode = Sampler(shared(), policy).open(prompts(12, 9), [0, 1])
+        episode = Sampler(shared(DEEP), policy).open(prompts(12, 9), [0, 1])
         episode.decode(Decoding(5), [1, 5])
         rollouts = episode.rollouts()
         assert rollouts[0].selection is None

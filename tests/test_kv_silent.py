@@ -177,7 +177,7 @@ def test_a_learners_pass_in_which_no_layer_replays_is_refused() -> None:
     loaded = served()
     played = two_turns(loaded, "streaming:budget=12,sink=2")
     loaded.model.set_attn_implementation("sdpa")
-    with pytest.raises(RunError, match="0 of the model's 3 layers attended under the ledger"):
+    with pytest.raises(RunError, match="0 of the model's 2 layers attended under the ledger"):
         suffix_logits(loaded.model, played.rollouts, group=1, view="shadow")
 
 

@@ -188,7 +188,7 @@ def test_the_snippet_is_a_spec_part_with_the_suggested_size():
 ANY = st.just(math.nan) | st.floats(-0.5, 1.5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(ANY, ANY, st.integers(-2, 10**5), st.integers(-2, 10**4), ANY, ANY)
 def test_any_design_gives_sizes_or_one_line(margin, discordance, clusters, size, correlation, drift):
     try:

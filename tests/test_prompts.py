@@ -70,11 +70,17 @@ def remarks_of(run: Path) -> list[str]:
     ]
 
 
-def test_two_days_are_a_remark_with_the_cell_and_what_the_template_names(
-    tmp_path: Path, tiny_folder: Path, home: pytest.MonkeyPatch
-) -> None:
-    run = evaluated(tmp_path, tiny_folder, home, (WEST, EAST), DATED)
-    (line,) = remarks_of(run)
+@pytest.fixture(scope="module")
+def of_two_days(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+    """A run whose template writes the date, its second policy asked on another day than its first."""
+    with pytest.MonkeyPatch.context() as patch:
+        run = evaluated(tmp_path_factory.mktemp("days"), tiny_folder, patch, (WEST, EAST), DATED)
+    renderer.end()
+    return run
+
+
+def test_two_days_are_a_remark_with_the_cell_and_what_the_template_names(of_two_days: Path) -> None:
+    (line,) = remarks_of(of_two_days)
     assert line.startswith("PROMPTS differ between policies in base/0 math at 900: the chat template uses strftime_now")
 
 
@@ -94,13 +100,10 @@ def test_a_template_that_is_always_the_same_is_no_remark(
     assert len(set(own.values())) == 1
 
 
-def test_two_runs_of_two_days_are_told_apart_when_they_are_compared(
-    tmp_path: Path, tiny_folder: Path, home: pytest.MonkeyPatch
-) -> None:
-    run = evaluated(tmp_path, tiny_folder, home, (WEST, EAST), DATED)
+def test_two_runs_of_two_days_are_told_apart_when_they_are_compared(of_two_days: Path) -> None:
     policies = ("none", "streaming:budget=64,sink=4,window=8")
     chosen = [word for n, policy in zip("ab", policies, strict=True) for word in (f"--select-{n}", f"policy={policy}")]
-    _, told, _ = kvaudit("compare", run, run, *chosen)
+    _, told, _ = kvaudit("compare", of_two_days, of_two_days, *chosen)
     assert "The rendered prompts of math at 900 tokens differ between the sides" in " ".join(told.split())
 
 

@@ -446,7 +446,7 @@ ROWS = st.dictionaries(st.sampled_from([*KEYS, "policy", "arguments"]), JSON | s
 FULL = st.fixed_dictionaries({"doc_id": JSON, "doc": JSON, "resps": JSON, "metrics": st.just(["acc"]), "acc": JSON})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.one_of(ROWS, FULL, JSON), max_size=6), st.binary(max_size=20))
 def test_random_lines_never_raise_anything_but_an_audit_error(tmp_path_factory, rows, tail):
     path = tmp_path_factory.mktemp("j") / "s.jsonl"
@@ -458,7 +458,7 @@ def test_random_lines_never_raise_anything_but_an_audit_error(tmp_path_factory, 
     assert log.rows["score"].dropna().between(0, 1).all()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.permutations(["item", "score", "cluster", "sample", "seed", "metric", "suite"]),
     st.lists(st.lists(st.text(max_size=5) | st.sampled_from(["1", "0", "a"]), max_size=8), max_size=6),
@@ -475,7 +475,7 @@ def test_random_tables_never_raise_anything_but_an_audit_error(tmp_path_factory,
     assert log.rows["score"].dropna().between(0, 1).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.dictionaries(st.sampled_from(["id", "epoch", "scores", "error", "input", "metadata"]), JSON, max_size=6), JSON
 )

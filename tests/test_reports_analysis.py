@@ -57,7 +57,7 @@ def test_a_composition_is_a_family_and_a_draw_of_several_is_none():
     assert [(f.name, f.budgets) for f in families(known)] == [("a+q", (8, 16))]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.text(alphabet="ab:=,+|1budget ", max_size=20), max_size=6))
 def test_any_policy_text_has_families_or_none(policies):
     for family in families(policies):
@@ -252,7 +252,7 @@ def test_serving_runs_have_slopes_and_safe_budgets_of_the_checkpoint():
     assert curve(found, "base").slope.estimate == pytest.approx(0.25)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_damage_leaves_analyses_that_can_be_printed(data):
     design = Design(

@@ -67,13 +67,13 @@ def check(records, spec):
     assert markdown.render(page_of(report))
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(rows, min_size=1, max_size=30))
 def test_any_records_have_a_verdict(found):
     check(found, spec_of(DESIGN))
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_a_run_with_random_damage_has_a_verdict(data):
     kept = data.draw(st.lists(st.sampled_from(BASE), min_size=1, max_size=len(BASE), unique_by=id))

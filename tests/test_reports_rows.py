@@ -72,7 +72,7 @@ def strictly(path):
         rows._fast_columns = plain
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(lines(), min_size=1, max_size=6), st.sampled_from([1, 700, 1 << 20]), st.booleans())
 @example([json.dumps(BASE[0] | {"score": True}).encode() + b"\n"], 1 << 20, True)
 @example([json.dumps(BASE[0] | {"score": 10**400}).encode() + b"\n"], 1 << 20, True)

@@ -118,17 +118,17 @@ def test_an_alias_hides_its_policy(server: Server) -> None:
     assert [model.id for model in server.client().models.list()] == ["embedded", "release"]
 
 
-def test_two_hundred_concurrent_requests_get_their_own_answers(server: Server) -> None:
+def test_many_concurrent_requests_get_their_own_answers(server: Server) -> None:
     ask = server.client().chat.completions.create
 
     def answer(seed: int) -> str:
         completion = ask(model="embedded", messages=CHAT, max_tokens=6, temperature=3.0, seed=seed % 8)
         return completion.choices[0].message.content or ""
 
-    with ThreadPoolExecutor(200) as pool:
-        texts = list(pool.map(answer, range(200)))
-    assert len(texts) == 200
-    assert all(texts[n] == texts[n % 8] for n in range(200)), "an answer depends on what shared its batch"
+    with ThreadPoolExecutor(64) as pool:
+        texts = list(pool.map(answer, range(64)))
+    assert len(texts) == 64
+    assert all(texts[n] == texts[n % 8] for n in range(64)), "an answer depends on what shared its batch"
     assert len(set(texts)) > 1
 
 

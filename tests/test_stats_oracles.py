@@ -106,7 +106,7 @@ def differences(draw):
     return np.array(steps) / samples, np.repeat(np.arange(len(sizes)), sizes), samples
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(differences())
 def test_any_differences_give_finite_ordered_results(case):
     z, labels, samples = case

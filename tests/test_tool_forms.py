@@ -267,7 +267,7 @@ _PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(st.lists(_PIECES, max_size=12).map("".join))
 def test_no_mixture_of_markers_raises(text: str) -> None:
     for each in TOOL_FORMS.all().values():

@@ -7,6 +7,7 @@ fail, in ``test_training_wrong.py``.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -264,11 +265,18 @@ def test_a_budget_that_never_binds_samples_dense_rollouts(dense: Batch, unbound:
         assert (other.evicted_at == NEVER).all()
 
 
+# every arm under one of the losses, and every loss under one of the arms: a correction is worked out before a loss
+TOGETHER = list(
+    dict.fromkeys([*zip(ARMS, itertools.cycle(LOSSES.all()), strict=False), *(("tis", one) for one in LOSSES.all())])
+)
+
+
+@pytest.mark.parametrize(("arm", "loss"), TOGETHER)
 def test_dense_rollouts_make_an_arm_equal_to_dense(
-    arm: str, loss: Loss, base: LoadedModel, unbound: Batch, wanted: Callable[[str], list[Tensor]]
+    arm: str, loss: str, base: LoadedModel, unbound: Batch, wanted: Callable[[str], list[Tensor]]
 ) -> None:
-    found = gradients(base, unbound, arm=arm, loss=loss.name, policy=WIDE)
-    assert distance(found, wanted(loss.name)) < 1e-4  # the sampler's float32 and the learner's differ by 1e-5 nats
+    found = gradients(base, unbound, arm=arm, loss=loss, policy=WIDE)
+    assert distance(found, wanted(loss)) < 1e-4  # the sampler's float32 and the learner's differ by 1e-5 nats
 
 
 def test_microbatches_of_an_arm_add_up(arm: str, base: LoadedModel, compressed: Batch) -> None:

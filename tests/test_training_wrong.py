@@ -187,7 +187,7 @@ def test_a_wrong_arm_fails(
     monkeypatch.setattr(grpo, "CORRECTIONS", {**CORRECTIONS, "halved": halved, "shared": shared})
     wanted = contract.followed(base, batches["dense"])
     with pytest.raises(AssertionError):
-        hold(check, arm=wrong.name, loss=Grpo(), base=base, wanted=wanted, **batches)
+        hold(check, arm=wrong.name, loss="grpo", base=base, wanted=wanted, **batches)
 
 
 @pytest.mark.parametrize(("check", "wrong"), REWARDS, ids=lambda value: value.__name__)

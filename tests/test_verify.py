@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from conform.policies import policy_id, small_policies
-from conform.world import prompts, shared, two_turns
+from conform.world import DEEP, prompts, shared, two_turns
 from rerun_world import verify
 from training_world import config, play_for_parity, sha256, sharp, silent
 from typer.testing import CliRunner, Result
@@ -419,7 +419,7 @@ def test_pinned_entries_are_no_choice_of_the_policy_s() -> None:
 
 
 def test_pages_that_queries_chose_are_chosen_again_and_those_beside_them_are_not() -> None:
-    loaded, policy = shared("llama-gqa", torch.float32), parse_policy("quest:budget=12,page=4,dense=1,chunk=16")
+    loaded, policy = shared(DEEP, torch.float32), parse_policy("quest:budget=12,page=4,dense=1,chunk=16")
     for rollout in two_turns(loaded, policy, lengths=(40, 33)).rollouts:
         made = again(loaded, rollout, policy)
         assert made.repeated == made.evicted > 50

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from conform.policies import policy_id, pytest_generate_tests, refuses, roomy, small
-from conform.world import Moment, feed, governed, held, moments, new_cache, prompts, shared, steps, told_once
+from conform.world import LAYERS, Moment, feed, governed, held, moments, new_cache, prompts, shared, steps, told_once
 from kvaudit.audit.cache.ledger import NEVER
 from kvaudit.audit.policies import POLICIES, Policy, View, evictor_of, parse_policy
 from kvaudit.audit.sampling.decoding import Decoding
@@ -91,7 +91,7 @@ def feed_pinned(policy: Policy, pins: list[set[int]]) -> None:
     assert (evicting.ledger(length) < NEVER).any()
 
 
-def budgets(policy: Policy, seen: int = LONG, layers: int = 3) -> list[int]:
+def budgets(policy: Policy, seen: int = LONG, layers: int = LAYERS) -> list[int]:
     """The budget of each layer once so many tokens were seen."""
     return [int(evictor_of(policy).for_layer(layer, layers).budget_at(torch.tensor(seen))) for layer in range(layers)]
 
@@ -116,13 +116,13 @@ def test_a_later_message_is_compressed_like_the_prompt(evictor: Policy) -> None:
     history = list(moments(shared(), evictor, (40, -3, 30)))
     message = [now for now in history if now.seen > 43]
     assert len(message) == -(-30 // evictor.chunk)
-    for layer in range(3):
+    for layer in range(LAYERS):
         assert set(held_by(evictor, message[-1].held[layer])) == {budgets(evictor, message[-1].seen)[layer]}
 
 
 def test_what_leaves_is_recorded_at_the_index_of_the_next_query(evictor: Policy) -> None:
     loaded, evicting = shared(), new_cache(shared(), evictor)
-    before = torch.empty(3, 2, 0, dtype=torch.int32)
+    before = torch.empty(LAYERS, 2, 0, dtype=torch.int32)
     for size, decoding in ((16, False), (16, False), (1, True), (1, True), (1, True), (1, True), (11, False)):
         feed(loaded, evicting, prompts(size), decoding=decoding)
         now = evicting.ledger(int(evicting.seen))[0]

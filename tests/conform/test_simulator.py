@@ -23,7 +23,7 @@ from kvaudit.audit.policies.snapkv import AdaKV
 
 __all__ = ["pytest_generate_tests"]
 EXACT = 1e-12  # nats, in float64
-FAST, SLOW = 4, 296  # plays of every policy
+FAST, SLOW = 3, 297  # plays of every policy
 # a play prints whole, and to shrink one would take minutes
 CALM = settings(derandomize=True, database=None, deadline=None, phases=(Phase.generate,))
 CALM = settings(CALM, suppress_health_check=list(HealthCheck))
@@ -153,6 +153,7 @@ SEES_ALL = LayerPlan(parse_policy("none"), None)
 NOTHING = {"name": "none"}
 PAGES = {"name": "quest", "budget": 12, "page": 3, "dense": 1, "chunk": 8}
 SHARED = {**LOOKS, "name": "adakv", "alpha": 0.2, "pin": "system"}
+AGREED = set[str]()  # policies of these plays that were played as said, and need not be again
 OFF_BY_ONE = [
     ({}, "interval=3", "interval=4"),
     ({}, "budget=12", "budget=13"),
@@ -179,8 +180,10 @@ def test_a_cache_that_does_other_than_was_said_is_caught(
     fields: dict[str, Any], said: str, done: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     play = conversation(**fields)
-    assert gap(play) < EXACT
     text = play.policy
+    if text not in AGREED:
+        assert gap(play) < EXACT
+        AGREED.add(text)
     assert said in text
     monkeypatch.setattr(Play, "policy", text.replace(said, done))
     assert gap_alone(play, monkeypatch) > 1e-6

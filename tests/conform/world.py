@@ -38,8 +38,10 @@ from kvaudit.audit.replay.learner_pass import suffix_logits
 from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.sampler import Sampler
 
-SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, max_position_embeddings=512)
+LAYERS = 2  # which is enough to tell layers apart; models of unlike layers have one more
+SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, max_position_embeddings=512, num_hidden_layers=LAYERS)
 GQA = dict(num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3, **SIZES)
+MIXED = {**GQA, "num_hidden_layers": LAYERS + 1}
 CONFIGS = {
     "llama-gqa": LlamaConfig(**GQA),
     "llama-mha": LlamaConfig(**{**GQA, "num_attention_heads": 2}),
@@ -48,15 +50,17 @@ CONFIGS = {
         head_dim=8,
         sliding_window=10,
         layer_types=["sliding_attention", "full_attention", "full_attention"],
-        **GQA,
+        **MIXED,
     ),
     "mistral": MistralConfig(sliding_window=None, **GQA),
     "qwen2": Qwen2Config(**GQA),
     "phi": PhiConfig(partial_rotary_factor=0.5, **GQA),
-    "gpt2": GPT2Config(n_embd=32, n_layer=3, n_head=4, n_positions=512, vocab_size=61, bos_token_id=1, eos_token_id=2),
+    "gpt2": GPT2Config(
+        n_embd=32, n_layer=LAYERS, n_head=4, n_positions=512, vocab_size=61, bos_token_id=1, eos_token_id=2
+    ),
     # a dense layer between two of four experts
     "qwen3-moe": Qwen3MoeConfig(
-        head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, mlp_only_layers=[1], **GQA
+        head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, mlp_only_layers=[1], **MIXED
     ),
     "gpt-oss": GptOssConfig(
         head_dim=8,
@@ -65,7 +69,7 @@ CONFIGS = {
         num_local_experts=4,
         num_experts_per_tok=2,
         pad_token_id=0,
-        **GQA,
+        **MIXED,
     ),
 }
 if hasattr(Cache, "get_conv_state"):  # older transformers keep states of linear attention in caches of their own
@@ -77,8 +81,9 @@ if hasattr(Cache, "get_conv_state"):  # older transformers keep states of linear
         linear_key_head_dim=8,
         linear_value_head_dim=8,
         num_experts=0,
-        **GQA,
+        **MIXED,
     )
+DEEP = "llama-deep"  # for what tells its first layer from two others
 OWN_ATTENTION = {"gpt-oss": "eager"}  # what transformers has for a model without SDPA
 CORE = ["llama-gqa", "llama-mha", "qwen3", "gemma3"]
 
@@ -144,7 +149,7 @@ def random_model(
 ) -> Any:
     """A stock transformers model with random weights, the same for the same arguments."""
     torch.manual_seed(0)
-    config = deepcopy(CONFIGS[name])
+    config = deepcopy(LlamaConfig(**MIXED) if name == DEEP else CONFIGS[name])
     config.initializer_range = spread
     own = attention or OWN_ATTENTION.get(name, "sdpa")
     how = {"attn_implementation": own, "experts_implementation": "eager"}  # grouped products have no float64
@@ -172,7 +177,7 @@ _shared = cache(served)
 def governed(loaded: SimpleNamespace) -> list[int]:
     """The layers a policy governs: full attention only."""
     kinds = loaded.model.config.to_dict().get("layer_types")
-    return [n for n in range(3) if kinds is None or kinds[n] == "full_attention"]
+    return [n for n, kind in enumerate(kinds or ["full_attention"] * LAYERS) if kind == "full_attention"]
 
 
 # --- rows and turns -------------------------------------------------------------------------------------------------
@@ -272,8 +277,8 @@ def two_turns(
     parsed = parse_policy(policy) if isinstance(policy, str) else policy
     episode = Sampler(loaded, parsed).open(asked, rows, group=group if only is None else 1)
     first = episode.decode(Decoding(5 if short else 7))
-    episode.extend([told[n] for n in rows])
     most = 4 if short else 6
+    episode.extend([told[n] for n in rows])
     second = episode.decode(Decoding(most), [2 if n % 3 else most for n in rows], None, lambda *_: False)
     drawn = [[*a.logprobs, *b.logprobs] for a, b in zip(first, second, strict=True)]
     return Played(episode.rollouts(), drawn)
