@@ -257,18 +257,30 @@ def _longest_length(
 
     Tries lengths, the short ones first, in the folder OUT-lengths (OUT is ``out``). It stops when the model no longer
     refuses harmful requests or no longer helps with harmless ones, or when the next try would end after half of the
-    minutes. Raises NotMeasurable if the model can be tested at no length.
+    minutes. A check that is resumed keeps its length, whatever its minutes are now. Raises NotMeasurable if the model
+    can be tested at no length.
     """
     from kvaudit.audit.commands.run import RunOptions, RunPlan, open_pipeline
-    from kvaudit.audit.runs.lengths import TriedLength, choose_length, length_spec, lengths_from, read_pilot
+    from kvaudit.audit.runs.folder import SPEC
+    from kvaudit.audit.runs.lengths import (
+        TriedLength,
+        choose_length,
+        length_of_check,
+        length_spec,
+        lengths_from,
+        read_pilot,
+    )
     from kvaudit.audit.runs.names import NAMES
     from kvaudit.audit.runs.question import CONTEXT_LENGTH, NEEDED
     from kvaudit.core.spec import parse_spec
 
     console, tried, spent = wide_console(), list[TriedLength](), 0.0
     endpoints = [endpoint for endpoint in plan.endpoints if endpoint.name in NEEDED]
+    chosen = length_of_check(out) if resume else None
     for length in lengths_from(max(plan.length, CONTEXT_LENGTH)):
         folder = out.with_name(f"{out.name}-lengths") / str(length)
+        if chosen is not None and not (folder / SPEC).is_file():  # more minutes would try more lengths
+            break
         spec = parse_spec(json.dumps(length_spec(model, config, endpoints, length, plan.seed)), "check", NAMES)
         run_options = RunOptions(threads=threads, anyway=True)
         cores = threads or len(os.sched_getaffinity(0))
@@ -286,7 +298,7 @@ def _longest_length(
         if not tried[-1].is_measurable or 2 * tried[-1].seconds > 30 * plan.minutes - spent:
             break
     minutes = max(plan.minutes - spent / 60, plan.minutes / 2)
-    return choose_length(tried, minutes), minutes
+    return chosen or choose_length(tried, minutes), minutes
 
 
 def _check_no_server(model: str) -> None:
