@@ -461,6 +461,18 @@ def test_init_writes_the_spec_of_check_and_no_other(tmp_path: Path) -> None:
     assert "exists already" in err
 
 
+def test_a_folder_of_rows_that_is_named_stands_in_the_spec_and_in_the_command_that_fetches(rows: Path) -> None:
+    shutil.rmtree(rows / "strongreject")
+    servers = ("--reference", "http://127.0.0.1:1/v1#a", "--candidate", "http://127.0.0.1:1/v1#b")
+    written = kvaudit("init", "check", "/model", *servers, "--data", rows, "--out", "-")[1]
+    assert parse_spec_text(written).data == str(rows)
+    assert parse_spec_text(written).sha256 == parse_spec_text(written.rpartition("data: ")[0]).sha256
+    options = CheckOptions(data=rows)
+    fetch = options.fetch_command(plan_check("/model", u4()))
+    assert fetch == f"KVAUDIT_DATA={rows} kvaudit data fetch strongreject"
+    assert CheckOptions().fetch_command(plan_check("/model", u4())) == "kvaudit data fetch strongreject"
+
+
 def test_an_address_as_the_model_leads_to_servers() -> None:
     code, _, err = kvaudit("check", "http://127.0.0.1:8000/v1")
     assert (code, err.count("\n")) == (2, 1)

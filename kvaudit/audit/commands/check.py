@@ -174,6 +174,16 @@ class CheckOptions:
             raise DataError(f"--data is {str(self.data)!r}, which is no folder")
         os.environ[DATA_VARIABLE] = str(self.data)
 
+    @property
+    def spec_line(self) -> str:
+        """The line of a spec that names the folder ``data``, so that later commands read the same rows."""
+        return "" if self.data is None else f"data: {json.dumps(str(self.data))}\n"
+
+    def fetch_command(self, plan: CheckPlan) -> str:
+        """Return the command that downloads the public rows which are missing here; empty if none are."""
+        folder = "" if self.data is None else f"KVAUDIT_DATA={shlex.quote(str(self.data))} "
+        return f"{folder}kvaudit data fetch {' '.join(rows.name for rows in plan.absent)}" if plan.absent else ""
+
 
 @expand_options
 def check(
@@ -214,9 +224,9 @@ def run_check(
     if options.long:
         length, minutes = _longest_length(model, config, plan, out, threads, resume=resume)
         plan = replace(options, minutes=minutes).plan(model, config, length)
-    spec = parse_spec_text(spec_text(model, config, plan, options.command(model)))
+    spec = parse_spec_text(spec_text(model, config, plan, options.command(model)) + options.spec_line)
     spec = allow_more_minutes(out, spec) if resume else spec
-    for line in _plan_lines(spec, plan):
+    for line in _plan_lines(spec, plan, options):
         print_line(console, line)
     pipeline, run = open_pipeline(
         RunPlan(spec, out, {}),
@@ -243,7 +253,7 @@ def run_check(
     # a first look that took longer than its limit leaves nothing of three times that limit
     longer = replace(options, minutes=max(_MORE_TIME * plan.minutes, math.ceil(2 * spent))).command(model)
     context = TerminalExtras(
-        plan.not_asked, f"{longer} --out {shlex.quote(str(run.path))} --resume", note, _fetch_command(plan)
+        plan.not_asked, f"{longer} --out {shlex.quote(str(run.path))} --resume", note, options.fetch_command(plan)
     )
     for line in terminal_lines(findings, run.path, context):
         print_line(console, line)
@@ -344,7 +354,7 @@ def _print_first_answers(console: Console, spec: RunSpec) -> OnFirstAnswer:
     return print_answer
 
 
-def _plan_lines(spec: RunSpec, plan: CheckPlan) -> Iterator[str]:
+def _plan_lines(spec: RunSpec, plan: CheckPlan, options: CheckOptions) -> Iterator[str]:
     """Yield lines that say what is compared, what is asked, and which public rows are missing."""
     from kvaudit.core.policy_names import condition_names
 
@@ -357,13 +367,8 @@ def _plan_lines(spec: RunSpec, plan: CheckPlan) -> Iterator[str]:
     else:
         limits = ", ".join(f"{endpoint.name} {endpoint.margin:g}" for endpoint in plan.endpoints)
         yield f"asks public rows until each is decided, at most {plan.minutes:g} minutes; may lose in points: {limits}"
-    if command := _fetch_command(plan):
+    if command := options.fetch_command(plan):
         yield f"some public rows are missing, so less is asked; fetch them with: {command}"
-
-
-def _fetch_command(plan: CheckPlan) -> str:
-    """Return the command that downloads the public rows which are missing here; empty if none are."""
-    return f"kvaudit data fetch {' '.join(rows.name for rows in plan.absent)}" if plan.absent else ""
 
 
 class ShippedExample(NamedTuple):
@@ -443,7 +448,7 @@ def init(
         options.set_data_folder()
         _check_no_server(model)
         config = options.serving_config()
-        text = spec_text(model, config, options.plan(model, config), options.command(model))
+        text = spec_text(model, config, options.plan(model, config), options.command(model)) + options.spec_line
         folder = Path("runs") / parse_spec_text(text).name
         _write_spec(
             text, out or Path("spec.yaml"), f"run it with kvaudit run {{out}} --anyway, then kvaudit gate {folder}"
@@ -475,7 +480,7 @@ def _init_quarterly(model: str, options: CheckOptions, judge: str | None, rate: 
     config = options.serving_config()
     judging = judge_option(judge, config)
     words = ["kvaudit", "init", "quarterly", *shlex.split(options.command(model))[2:], "--judge", judge or ""]
-    text = quarterly_text(model, config, judging, shlex.join(words))
+    text = quarterly_text(model, config, judging, shlex.join(words)) + options.spec_line
     spec = parse_spec_text(text)
     set_verbosity_error()  # texts are counted whole before they are cut, which is no error
     price = price_of(spec, load_base_chat(model))
