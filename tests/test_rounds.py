@@ -467,6 +467,22 @@ def test_a_stopped_run_seals_no_round_that_was_edited(held: Path, tmp_path: Path
     assert "its seal says" in line
 
 
+def test_a_run_that_was_stopped_between_looks_is_said_to_be_unfinished(held: Path, tmp_path: Path) -> None:
+    """The first time, and after more minutes, which leave the time at which it had finished before."""
+    copy = tmp_path / "run"
+    shutil.copytree(held, copy)
+    for finished in (provenance(held)["finished"], None):
+        noted = provenance(held) | {"finished": finished}
+        if finished:
+            del noted[LOOKS][ENDED]
+        store(copy, noted)
+        told = CliRunner().invoke(app, ["gate", str(copy)]).stderr
+        assert told == (
+            f"this run is not finished; finish it first: kvaudit run {copy / 'spec.yaml'} --out {copy} --resume\n"
+        )
+    assert CliRunner().invoke(app, ["gate", str(held)]).stderr == ""
+
+
 def drop_suite(looks: dict[str, Any]) -> None:
     del looks["2"]["items"]["alone"]
 
