@@ -22,12 +22,14 @@ from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.round_plan import (
     DECIDED,
     INVALID_BY_CANARY,
+    INVALID_BY_FORM,
     INVALID_BY_MISSING,
     LOSS,
     ROWS_SPENT,
     UNANSWERED,
     UNCHANGED,
     UNMEASURABLE,
+    UNREAD,
     RowsPlan,
     corrected_items,
     is_first_asked,
@@ -37,12 +39,15 @@ from kvaudit.audit.runs.round_plan import (
     rows_plan,
 )
 from kvaudit.audit.runs.stages.pilot import check_any_measurable, suites_left_out
-from kvaudit.audit.runs.stages.rounds import join_rounds, look_lines
+from kvaudit.audit.runs.stages.rounds import gate_statuses, join_rounds, look_lines
 from kvaudit.audit.runs.units import PILOT_FOLDER, REFUSED, ROUNDS_FOLDER, Unit, UnitFiles
 from kvaudit.core.errors import DataError, NotMeasurable, SpecError
 from kvaudit.core.files import write_json
 from kvaudit.core.provenance import ENDED, LOOKS, SEAL, TIME_SPENT, item_counts, seal_looks
 from kvaudit.core.spec import RunSpec, load_spec, parse_spec
+from kvaudit.reports.records.blocks import UNREAD as UNREAD_FACET
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.records.rows import FACET_COLUMNS
 from kvaudit.reports.sections.looks import Looks, LooksSection
 from kvaudit.reports.verdict.comparison import Look
 from kvaudit.reports.verdict.contrast import Contrast
@@ -86,6 +91,13 @@ def test_rows_that_a_side_does_not_answer_end_the_rounds_after_the_first_rows() 
     first = look({"harm": 32, "benign": 32}, **words)
     assert next_round(PLAN, [first], 10, 96) == {"harm": range(32, 96)}
     assert next_round(PLAN, [first, look({"harm": 96, "benign": 32}, **words)], 10, 96) == UNANSWERED
+
+
+def test_answers_of_which_too_few_can_be_read_end_the_rounds_after_the_first_rows() -> None:
+    early = [look({"harm": 32, "benign": 32}, harm__refused=INVALID_BY_FORM, benign__helpful="INCONCLUSIVE")]
+    assert isinstance(next_round(PLAN, early, 10, 100), dict)
+    later = [look({"harm": 100, "benign": 100}, harm__refused=INVALID_BY_FORM, benign__helpful="INCONCLUSIVE")]
+    assert next_round(PLAN, later, 10, 100) == UNREAD
 
 
 def test_a_setting_that_changes_no_log_prob_ends_the_rounds_after_the_first_rows() -> None:
@@ -481,6 +493,17 @@ def test_a_run_that_was_stopped_between_looks_is_said_to_be_unfinished(held: Pat
             f"this run is not finished; finish it first: kvaudit run {copy / 'spec.yaml'} --out {copy} --resume\n"
         )
     assert CliRunner().invoke(app, ["gate", str(held)]).stderr == ""
+
+
+def test_a_look_says_where_too_few_answers_can_be_read(held: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = load_run(held)
+    is_setting = data.records["policy"] != "none"
+    data.records.loc[is_setting, FACET_COLUMNS["solved"]] = UNREAD_FACET
+    monkeypatch.setattr("kvaudit.audit.runs.stages.rounds.load_run", lambda _: data)
+    assert gate_statuses(held) == {"alone.solved": INVALID_BY_FORM}
+    noted = {**data.provenance[LOOKS], "2": {**data.provenance[LOOKS]["2"], "items": {"alone": 32}}}
+    monkeypatch.setitem(data.provenance, LOOKS, noted)
+    assert gate_statuses(held) == {"alone.solved": "INVALID"}
 
 
 def drop_suite(looks: dict[str, Any]) -> None:
