@@ -38,7 +38,7 @@ from kvaudit.audit.runs.round_plan import (
     plan_lines,
     rows_plan,
 )
-from kvaudit.audit.runs.stages.pilot import check_any_measurable, suites_left_out
+from kvaudit.audit.runs.stages.pilot import check_any_measurable, pilot_lines, suites_left_out
 from kvaudit.audit.runs.stages.rounds import gate_statuses, join_rounds, look_lines
 from kvaudit.audit.runs.units import PILOT_FOLDER, REFUSED, ROUNDS_FOLDER, Unit, UnitFiles
 from kvaudit.core.errors import DataError, NotMeasurable, SpecError
@@ -233,6 +233,14 @@ def test_what_the_pilot_does_not_show_is_not_asked_of_this_model() -> None:
     assert [*suites_left_out({"controls": [weak, held]})] == []
     none = control("harm.refused", measurable=False, hopeless=True)
     assert [*suites_left_out({"controls": [none, benign]})] == ["harm", "benign"]
+
+
+def test_what_is_not_asked_further_is_not_said_to_be_decided_by_further_answers() -> None:
+    attack = control("injection.attack_success", measurable=False, hopeless=False) | {"context_tokens": 0}
+    said = "injection.attack_success: open: nothing to lose; the pilot is too small to decide, "
+    results = {"controls": [attack], "items": {}, "sizes": {}}
+    assert [*pilot_lines(results, {"injection": "at floor"})] == [f"{said}more is not asked"]
+    assert [*pilot_lines(results)] == [f"{said}all answers together will"]
 
 
 def test_what_was_left_out_is_a_remark_of_every_page() -> None:
