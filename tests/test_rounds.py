@@ -49,9 +49,10 @@ from kvaudit.reports.records.blocks import UNREAD as UNREAD_FACET
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.records.rows import FACET_COLUMNS
 from kvaudit.reports.sections.looks import Looks, LooksSection
+from kvaudit.reports.sections.shared.words import rounds_error_rates_text
 from kvaudit.reports.verdict.comparison import Look
 from kvaudit.reports.verdict.contrast import Contrast
-from kvaudit.reports.verdict.controls import Canaries, Canary, checked_by_canary
+from kvaudit.reports.verdict.controls import Canaries, Canary, checked_by_canary, shipped_rounds_rates
 from kvaudit.reports.verdict.verdict import Status
 from kvaudit.suites.base import SUITES
 
@@ -501,6 +502,17 @@ def test_a_run_that_was_stopped_between_looks_is_said_to_be_unfinished(held: Pat
             f"this run is not finished; finish it first: kvaudit run {copy / 'spec.yaml'} --out {copy} --resume\n"
         )
     assert CliRunner().invoke(app, ["gate", str(held)]).stderr == ""
+
+
+def test_the_report_of_a_run_in_rounds_states_the_error_rates_of_rounds(held: Path) -> None:
+    report = (held / "report" / "report.md").read_text()
+    told = (
+        "At level 0.05 a run in rounds that lost exactly the margin passes in at most 3.8 % and fails in at most 3.8 %"
+    )
+    assert told in report
+    assert "The gate was not simulated" not in report
+    text = rounds_error_rates_text(shipped_rounds_rates(), 0.025, (0.05, 0.2))
+    assert text.startswith("The gate was not simulated at this level (0.025) or at a margin of 20 pp. At level 0.05 a ")
 
 
 def test_a_look_says_where_too_few_answers_can_be_read(held: Path, monkeypatch: pytest.MonkeyPatch) -> None:
