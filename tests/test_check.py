@@ -468,9 +468,21 @@ def test_a_folder_of_rows_that_is_named_stands_in_the_spec_and_in_the_command_th
     assert parse_spec_text(written).data == str(rows)
     assert parse_spec_text(written).sha256 == parse_spec_text(written.rpartition("data: ")[0]).sha256
     options = CheckOptions(data=rows)
-    fetch = options.fetch_command(plan_check("/model", u4()))
-    assert fetch == f"KVAUDIT_DATA={rows} kvaudit data fetch strongreject"
-    assert CheckOptions().fetch_command(plan_check("/model", u4())) == "kvaudit data fetch strongreject"
+    absent = plan_check("/model", u4()).absent
+    assert options.fetch_command(absent) == f"KVAUDIT_DATA={rows} kvaudit data fetch strongreject"
+    assert CheckOptions().fetch_command(absent) == "kvaudit data fetch strongreject"
+
+
+def test_the_rows_to_fetch_are_those_of_what_is_open(rows: Path) -> None:
+    """Attacks on a secret do not decide harmless requests."""
+    shutil.rmtree(rows / "strongreject")
+    shutil.rmtree(rows / "instruction_hierarchy")
+    plan = plan_check("/model", u4())
+    assert [one.name for one in plan.absent] == ["strongreject", "tensortrust"]
+    assert [one.name for one in plan.absent_rows({"harm", "benign"})] == ["strongreject"]
+    assert [*plan.absent_rows({"benign"})] == []
+    made_up = plan_check("/model", u4(), made_up=True)
+    assert [*made_up.absent_rows({"refusal"})] == []
 
 
 def test_an_address_as_the_model_leads_to_servers() -> None:

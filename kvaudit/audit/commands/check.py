@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -29,6 +29,7 @@ from kvaudit.audit.commands.base import (
     wide_console,
 )
 from kvaudit.core.errors import DataError, SpecError, UnknownName
+from kvaudit.core.facets import suite_of
 from kvaudit.core.files import write_output
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.provenance import MADE_UP, PILOT, PILOT_RESULT, all_looks, seconds_of
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from kvaudit.audit.runs.question import CheckPlan, ServingConfig
     from kvaudit.core.records import Item
     from kvaudit.core.spec import RunSpec
+    from kvaudit.suites.sources import PublicRows
 
 _FORMS = (
     "give one serving configuration: --engine NAME --kv SETTING, or --policy POLICY, or --reference URL#MODEL "
@@ -179,10 +181,11 @@ class CheckOptions:
         """The line of a spec that names the folder ``data``, so that later commands read the same rows."""
         return "" if self.data is None else f"data: {json.dumps(str(self.data))}\n"
 
-    def fetch_command(self, plan: CheckPlan) -> str:
-        """Return the command that downloads the public rows which are missing here; empty if none are."""
+    def fetch_command(self, absent: Iterable[PublicRows]) -> str:
+        """Return the command that downloads public rows which are missing here; empty if none are."""
         folder = "" if self.data is None else f"KVAUDIT_DATA={shlex.quote(str(self.data))} "
-        return f"{folder}kvaudit data fetch {' '.join(rows.name for rows in plan.absent)}" if plan.absent else ""
+        names = " ".join(dict.fromkeys(rows.name for rows in absent))
+        return f"{folder}kvaudit data fetch {names}" if names else ""
 
 
 @expand_options
@@ -245,15 +248,20 @@ def run_check(
     from kvaudit.reports.page.terminal import TerminalExtras, terminal_lines
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decide_run, write_decided_run
+    from kvaudit.reports.verdict.verdict import Status
 
     data = load_run(run.path)
     findings = write_decided_run(data, decide_run(data))
     note = " (made-up questions)" if plan.made_up else ""
     spent = seconds_of(all_looks(data.provenance)) / 60
+    open_suites = {suite_of(d.suite) for d in findings.verdict.gated if d.status is Status.INCONCLUSIVE}
     # a first look that took longer than its limit leaves nothing of three times that limit
     longer = replace(options, minutes=max(_MORE_TIME * plan.minutes, math.ceil(2 * spent))).command(model)
     context = TerminalExtras(
-        plan.not_asked, f"{longer} --out {shlex.quote(str(run.path))} --resume", note, options.fetch_command(plan)
+        plan.not_asked,
+        f"{longer} --out {shlex.quote(str(run.path))} --resume",
+        note,
+        options.fetch_command(plan.absent_rows(open_suites)),
     )
     for line in terminal_lines(findings, run.path, context):
         print_line(console, line)
@@ -367,7 +375,7 @@ def _plan_lines(spec: RunSpec, plan: CheckPlan, options: CheckOptions) -> Iterat
     else:
         limits = ", ".join(f"{endpoint.name} {endpoint.margin:g}" for endpoint in plan.endpoints)
         yield f"asks public rows until each is decided, at most {plan.minutes:g} minutes; may lose in points: {limits}"
-    if command := options.fetch_command(plan):
+    if command := options.fetch_command(plan.absent):
         yield f"some public rows are missing, so less is asked; fetch them with: {command}"
 
 

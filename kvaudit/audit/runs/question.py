@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,6 +107,12 @@ class CheckPlan(NamedTuple):
         CONTEXT is the kind of conversation that comes before each row.
         """
         return endpoint.name if self.context is None else f"{endpoint.name}@{self.context}"
+
+    def absent_rows(self, suites: Collection[str]) -> Iterator[PublicRows]:
+        """Yield the public rows that are not on this machine and that some of these suites would ask."""
+        for endpoint in self.endpoints:
+            if self.suite_of(endpoint) in suites:
+                yield from absent_sources(endpoint.name)
 
 
 def plan_check(
