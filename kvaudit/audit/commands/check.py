@@ -221,6 +221,7 @@ def run_check(
     _check_available(model, config)
     plan, console = options.plan(model, config), wide_console()
     from kvaudit.audit.commands.run import RunOptions, RunPlan, open_pipeline
+    from kvaudit.audit.runs.models import check_model_unchanged
     from kvaudit.audit.runs.stages.pilot import check_any_measurable
 
     out = out or Path("runs") / run_name(model, config)
@@ -238,6 +239,8 @@ def run_check(
         resume=resume,
         on_first_answer=_print_first_answers(console, spec),
     )
+    if run.provenance().get("finished"):  # with nothing left to ask the model is not loaded, which would check it
+        check_model_unchanged(run)
     if plan.made_up:
         run.note(**{MADE_UP: ", ".join(suite.suite for suite in plan.made_up)})
         pipeline.work_on("pilot")
