@@ -454,9 +454,10 @@ def test_a_check_of_the_embedded_model_says_ship_and_goes_on_to_the_same_lines(
     [
         ({"base_sha256": "0" * 64}, "error: the run was started with base weights 000000000000, "),
         ({"inputs": {"model files": {"config.json": "0" * 64}}}, "error: the run was started with other model files: "),
+        ({"inputs": {"rows": {"other.csv": "0" * 64}}}, "error: the run was started with other rows: "),
     ],
 )
-def test_a_finished_check_is_no_answer_about_other_weights(
+def test_a_finished_check_is_no_answer_about_other_weights_or_rows(
     rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], told: str
 ) -> None:
     """Nothing is left to ask, so that no model is loaded, and the answer of before would be printed."""

@@ -239,8 +239,9 @@ def run_check(
         resume=resume,
         on_first_answer=_print_first_answers(console, spec),
     )
-    if run.provenance().get("finished"):  # with nothing left to ask the model is not loaded, which would check it
+    if run.provenance().get("finished"):  # with nothing left to ask nothing is loaded, which would check it
         check_model_unchanged(run)
+        plan.check_rows_unchanged(run)
     if plan.made_up:
         run.note(**{MADE_UP: ", ".join(suite.suite for suite in plan.made_up)})
         pipeline.work_on("pilot")

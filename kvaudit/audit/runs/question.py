@@ -18,12 +18,23 @@ from typing import Any, NamedTuple
 from kvaudit.audit.engines import ENGINES, Condition, ServingMode, parse_serving_mode
 from kvaudit.audit.engines.base import is_engine
 from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.policy_names import ENGINE, engine_name
+from kvaudit.core.provenance import INPUTS, ROWS, table_of
 from kvaudit.core.spec import EMBEDDED, RunSpec, parse_spec
 from kvaudit.core.spec_evaluate import ALL_ITEMS
-from kvaudit.suites.endpoints import AGENTS, ENDPOINTS, SUMS, Endpoint, absent_sources, check_files, has_public_rows
+from kvaudit.suites.endpoints import (
+    AGENTS,
+    ENDPOINTS,
+    SUMS,
+    Endpoint,
+    absent_sources,
+    check_files,
+    check_same_files,
+    has_public_rows,
+)
 from kvaudit.suites.sources import DATA_VARIABLE, PublicRows, data_folder
 
 MINUTES = 10.0
@@ -113,6 +124,11 @@ class CheckPlan(NamedTuple):
         for endpoint in self.endpoints:
             if self.suite_of(endpoint) in suites:
                 yield from absent_sources(endpoint.name)
+
+    def check_rows_unchanged(self, run: RunFolder) -> None:
+        """Raise RunError if a run was started with other public rows than those of the data folder now."""
+        began_with = table_of(table_of(run.provenance(), INPUTS), ROWS)
+        check_same_files([endpoint.name for endpoint in self.endpoints], began_with)
 
 
 def plan_check(
