@@ -10,15 +10,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from reports_synthetic import Design, build, policy, tiny
 from suite_world import write_rows
 from typer.testing import CliRunner
 
+from bench.planted import copy_model_with_positions
 from kvaudit.audit.cli import app
 from kvaudit.audit.commands.check import CheckOptions, _plan_lines
 from kvaudit.audit.engines import ENGINES
+from kvaudit.audit.runs.folder import open_run
 from kvaudit.audit.runs.pilot import impossible_cells
 from kvaudit.audit.runs.question import (
     ServingConfig,
@@ -34,6 +37,7 @@ from kvaudit.audit.runs.question import (
 )
 from kvaudit.audit.runs.round_plan import RowsPlan, plan_lines
 from kvaudit.audit.sampling.checkpoints import load_base_chat
+from kvaudit.audit.sampling.weights import file_sha256
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.spec import dump_spec
 from kvaudit.core.text import install_command
@@ -451,6 +455,29 @@ def test_a_check_of_the_embedded_model_says_ship_and_goes_on_to_the_same_lines(
     assert (code, out.splitlines()[-len(verdict) :]) == (0, verdict)
 
 
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"base_sha256": "0" * 64}, "error: the run was started with base weights 000000000000, "),
+        ({"inputs": {"model files": {"config.json": "0" * 64}}}, "error: the run was started with other model files: "),
+        ({"inputs": {"rows": {"other.csv": "0" * 64}}}, "error: the run was started with other rows: "),
+    ],
+)
+def test_a_finished_check_is_no_answer_about_other_weights_or_rows(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], told: str
+) -> None:
+    """Nothing is left to ask, so that no model is loaded, and the answer of before would be printed."""
+    model, out = copy_model_with_positions(tmp_path / "model", 512), tmp_path / "run"
+    words = (model, "--policy", "int8", "--data", rows)
+    run = open_run(out, parse_spec_text(kvaudit("init", "check", *words, "--out", "-")[1]), resume=False)
+    run.note(finished="2026-01-02T03:16:05Z", base_sha256=file_sha256(model / "model.safetensors"))
+    run.note(**changed)
+    monkeypatch.setattr("kvaudit.audit.runs.pipeline.Pipeline.work_on", None)  # it would find nothing to do
+    code, _, err = kvaudit("check", *words, "--out", out, "--resume")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith(told)
+
+
 def test_init_writes_the_spec_of_check_and_no_other(tmp_path: Path) -> None:
     code, out, _ = kvaudit("init", "check", *U4, "--out", tmp_path / "spec.yaml")
     assert code == 0
@@ -465,6 +492,30 @@ def test_init_writes_the_spec_of_check_and_no_other(tmp_path: Path) -> None:
     code, _, err = kvaudit("init", "check", *U4, "--out", tmp_path / "spec.yaml")
     assert (code, err.count("\n")) == (2, 1)
     assert "exists already" in err
+
+
+def test_a_folder_of_rows_that_is_named_stands_in_the_spec_and_in_the_command_that_fetches(rows: Path) -> None:
+    shutil.rmtree(rows / "strongreject")
+    servers = ("--reference", "http://127.0.0.1:1/v1#a", "--candidate", "http://127.0.0.1:1/v1#b")
+    written = kvaudit("init", "check", "/model", *servers, "--data", rows, "--out", "-")[1]
+    assert parse_spec_text(written).data == str(rows)
+    assert parse_spec_text(written).sha256 == parse_spec_text(written.rpartition("data: ")[0]).sha256
+    options = CheckOptions(data=rows)
+    absent = plan_check("/model", u4()).absent
+    assert options.fetch_command(absent) == f"KVAUDIT_DATA={rows} kvaudit data fetch strongreject"
+    assert CheckOptions().fetch_command(absent) == "kvaudit data fetch strongreject"
+
+
+def test_the_rows_to_fetch_are_those_of_what_is_open(rows: Path) -> None:
+    """Attacks on a secret do not decide harmless requests."""
+    shutil.rmtree(rows / "strongreject")
+    shutil.rmtree(rows / "instruction_hierarchy")
+    plan = plan_check("/model", u4())
+    assert [one.name for one in plan.absent] == ["strongreject", "tensortrust"]
+    assert [one.name for one in plan.absent_rows({"harm", "benign"})] == ["strongreject"]
+    assert [*plan.absent_rows({"benign"})] == []
+    made_up = plan_check("/model", u4(), made_up=True)
+    assert [*made_up.absent_rows({"refusal"})] == []
 
 
 def test_an_address_as_the_model_leads_to_servers() -> None:

@@ -92,6 +92,19 @@ def test_a_loss_at_the_longest_length_of_use_is_found_there(model: Path) -> None
     assert (model.parent / "run-lengths" / "2048" / "records").is_dir()
 
 
+@pytest.mark.slow
+def test_more_minutes_go_on_at_the_length_that_the_check_began_with(model: Path) -> None:
+    """So few minutes allow no second length to be tried; the first one allows a check, which asks 100 rows."""
+    with serving(9999, lost=False) as url:
+        code, said, _ = check(model, url, "--minutes", "0.01")
+        assert [line.partition(":")[0] for line in said if line.startswith("at ")] == ["at 1024 tokens"]
+        before = (model.parent / "run" / "spec.yaml").read_text()
+        again, said, err = check(model, url, "--minutes", "5", "--resume")
+    assert (code, again, err) == (5, 5, "")
+    assert [line.partition(":")[0] for line in said if line.startswith("at ")] == ["at 1024 tokens"]
+    assert (model.parent / "run" / "spec.yaml").read_text() == before
+
+
 def test_lengths_double_from_the_one_that_shows_what_a_setting_evicts() -> None:
     assert list(lengths_from(1024)) == [1024, 2048, 4096, 8192, 16384, 32768]
     assert list(lengths_from(12_000)) == [12_000, 24_000]

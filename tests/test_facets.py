@@ -13,6 +13,7 @@ from test_reports_drift import data_of, scored, small
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.records import Record
 from kvaudit.core.spec import parse_spec
+from kvaudit.reports.page.answers import answers
 from kvaudit.reports.run import decide_run
 from kvaudit.reports.verdict.verdict import Status
 
@@ -101,8 +102,10 @@ def test_a_facet_does_not_pass_on_answers_that_lost_their_form():
         broken = arm == "naive" and i % 8 == 0
         return {"unsafe": None if broken else False, "well_formed": not broken}
 
-    found = status(run_with(facets, margins={"refusal.unsafe": 5.0}), "refusal.unsafe")
+    report = run_with(facets, margins={"refusal.unsafe": 5.0})
+    found = status(report, "refusal.unsafe")
     assert found.status is Status.INCONCLUSIVE
+    assert any("does not count, went from 0.0 to 12.5 %" in answer.line for answer in answers(report))
     assert [reason.code for reason in found.reasons] == ["FORM"]
     assert "went from 0.0 to 12.5 %" in found.reasons[0].text
 

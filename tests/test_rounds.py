@@ -22,12 +22,14 @@ from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.round_plan import (
     DECIDED,
     INVALID_BY_CANARY,
+    INVALID_BY_FORM,
     INVALID_BY_MISSING,
     LOSS,
     ROWS_SPENT,
     UNANSWERED,
     UNCHANGED,
     UNMEASURABLE,
+    UNREAD,
     RowsPlan,
     corrected_items,
     is_first_asked,
@@ -36,17 +38,21 @@ from kvaudit.audit.runs.round_plan import (
     plan_lines,
     rows_plan,
 )
-from kvaudit.audit.runs.stages.pilot import check_any_measurable, suites_left_out
-from kvaudit.audit.runs.stages.rounds import join_rounds, look_lines
+from kvaudit.audit.runs.stages.pilot import check_any_measurable, pilot_lines, suites_left_out
+from kvaudit.audit.runs.stages.rounds import gate_statuses, join_rounds, look_lines
 from kvaudit.audit.runs.units import PILOT_FOLDER, REFUSED, ROUNDS_FOLDER, Unit, UnitFiles
 from kvaudit.core.errors import DataError, NotMeasurable, SpecError
 from kvaudit.core.files import write_json
 from kvaudit.core.provenance import ENDED, LOOKS, SEAL, TIME_SPENT, item_counts, seal_looks
 from kvaudit.core.spec import RunSpec, load_spec, parse_spec
+from kvaudit.reports.records.blocks import UNREAD as UNREAD_FACET
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.records.rows import FACET_COLUMNS
 from kvaudit.reports.sections.looks import Looks, LooksSection
+from kvaudit.reports.sections.shared.words import rounds_error_rates_text
 from kvaudit.reports.verdict.comparison import Look
 from kvaudit.reports.verdict.contrast import Contrast
-from kvaudit.reports.verdict.controls import Canaries, Canary, checked_by_canary
+from kvaudit.reports.verdict.controls import Canaries, Canary, checked_by_canary, shipped_rounds_rates
 from kvaudit.reports.verdict.verdict import Status
 from kvaudit.suites.base import SUITES
 
@@ -86,6 +92,13 @@ def test_rows_that_a_side_does_not_answer_end_the_rounds_after_the_first_rows() 
     first = look({"harm": 32, "benign": 32}, **words)
     assert next_round(PLAN, [first], 10, 96) == {"harm": range(32, 96)}
     assert next_round(PLAN, [first, look({"harm": 96, "benign": 32}, **words)], 10, 96) == UNANSWERED
+
+
+def test_answers_of_which_too_few_can_be_read_end_the_rounds_after_the_first_rows() -> None:
+    early = [look({"harm": 32, "benign": 32}, harm__refused=INVALID_BY_FORM, benign__helpful="INCONCLUSIVE")]
+    assert isinstance(next_round(PLAN, early, 10, 100), dict)
+    later = [look({"harm": 100, "benign": 100}, harm__refused=INVALID_BY_FORM, benign__helpful="INCONCLUSIVE")]
+    assert next_round(PLAN, later, 10, 100) == UNREAD
 
 
 def test_a_setting_that_changes_no_log_prob_ends_the_rounds_after_the_first_rows() -> None:
@@ -226,6 +239,14 @@ def test_what_the_pilot_does_not_show_is_not_asked_of_this_model() -> None:
     assert [*suites_left_out({"controls": [weak, held]})] == []
     none = control("harm.refused", measurable=False, hopeless=True)
     assert [*suites_left_out({"controls": [none, benign]})] == ["harm", "benign"]
+
+
+def test_what_is_not_asked_further_is_not_said_to_be_decided_by_further_answers() -> None:
+    attack = control("injection.attack_success", measurable=False, hopeless=False) | {"context_tokens": 0}
+    said = "injection.attack_success: open: nothing to lose; the pilot is too small to decide, "
+    results = {"controls": [attack], "items": {}, "sizes": {}}
+    assert [*pilot_lines(results, {"injection": "at floor"})] == [f"{said}more is not asked"]
+    assert [*pilot_lines(results)] == [f"{said}all answers together will"]
 
 
 def test_what_was_left_out_is_a_remark_of_every_page() -> None:
@@ -471,6 +492,44 @@ def test_a_stopped_run_seals_no_round_that_was_edited(held: Path, tmp_path: Path
     line = ran(asked("int8"), copy, "--resume", code=2).strip().splitlines()[-1]
     assert line.startswith("error: record file ")
     assert "its seal says" in line
+
+
+def test_a_run_that_was_stopped_between_looks_is_said_to_be_unfinished(held: Path, tmp_path: Path) -> None:
+    """The first time, and after more minutes, which leave the time at which it had finished before."""
+    copy = tmp_path / "run"
+    shutil.copytree(held, copy)
+    for finished in (provenance(held)["finished"], None):
+        noted = provenance(held) | {"finished": finished}
+        if finished:
+            del noted[LOOKS][ENDED]
+        store(copy, noted)
+        told = CliRunner().invoke(app, ["gate", str(copy)]).stderr
+        assert told == (
+            f"this run is not finished; finish it first: kvaudit run {copy / 'spec.yaml'} --out {copy} --resume\n"
+        )
+    assert CliRunner().invoke(app, ["gate", str(held)]).stderr == ""
+
+
+def test_the_report_of_a_run_in_rounds_states_the_error_rates_of_rounds(held: Path) -> None:
+    report = (held / "report" / "report.md").read_text()
+    told = (
+        "At level 0.05 a run in rounds that lost exactly the margin passes in at most 3.8 % and fails in at most 3.8 %"
+    )
+    assert told in report
+    assert "The gate was not simulated" not in report
+    text = rounds_error_rates_text(shipped_rounds_rates(), 0.025, (0.05, 0.2))
+    assert text.startswith("The gate was not simulated at this level (0.025) or at a margin of 20 pp. At level 0.05 a ")
+
+
+def test_a_look_says_where_too_few_answers_can_be_read(held: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = load_run(held)
+    is_setting = data.records["policy"] != "none"
+    data.records.loc[is_setting, FACET_COLUMNS["solved"]] = UNREAD_FACET
+    monkeypatch.setattr("kvaudit.audit.runs.stages.rounds.load_run", lambda _: data)
+    assert gate_statuses(held) == {"alone.solved": INVALID_BY_FORM}
+    noted = {**data.provenance[LOOKS], "2": {**data.provenance[LOOKS]["2"], "items": {"alone": 32}}}
+    monkeypatch.setitem(data.provenance, LOOKS, noted)
+    assert gate_statuses(held) == {"alone.solved": "INVALID"}
 
 
 def drop_suite(looks: dict[str, Any]) -> None:

@@ -7,8 +7,9 @@ represent all sources. Missing files are skipped.
 
 from __future__ import annotations
 
+import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import ClassVar, NamedTuple
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.facets import FACETS
+from kvaudit.core.provenance import ROWS, check_inputs
 from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.suites import bfcl, injecagent, requests
 from kvaudit.suites.base import ItemMaker, Published, Split, formless, graded
@@ -96,6 +98,18 @@ def has_public_rows(endpoint: str) -> bool:
     """
     present = [has_file(file) for file in _FILES[endpoint]]
     return all(present) if endpoint in _NEEDS_ALL_FILES else any(present)
+
+
+def check_same_files(endpoints: Collection[str], began_with: Mapping[str, str]) -> None:
+    """Raise RunError if endpoints (suites of ``kvaudit check``) would read other files than a run that ``began_with``.
+
+    ``began_with`` maps names of files in the data folder to their sha256; those of other suites do not count.
+    """
+    files = {file for endpoint in endpoints for file in _FILES[endpoint]}
+    current = {
+        file: hashlib.sha256((data_folder() / file).read_bytes()).hexdigest() for file in files if has_file(file)
+    }
+    check_inputs(ROWS, {file: digest for file, digest in began_with.items() if file in files}, current)
 
 
 def check_files(endpoint: str) -> None:

@@ -34,7 +34,16 @@ from typer.core import TyperCommand
 
 from kvaudit.core.errors import AuditError, DataError, SpecError, UnknownName
 from kvaudit.core.files import plain_files
-from kvaudit.core.provenance import JUDGED, MAX_THREADS, PROVENANCE, check_checkpoints, read_provenance
+from kvaudit.core.provenance import (
+    ENDED,
+    JUDGED,
+    LOOKS,
+    MAX_THREADS,
+    PROVENANCE,
+    check_checkpoints,
+    read_provenance,
+    table_of,
+)
 from kvaudit.core.text import clip, hide_passwords, inline
 
 if TYPE_CHECKING:
@@ -252,7 +261,8 @@ def check_run(run: Path) -> None:
         name.endswith(".jsonl") and f"{name.removesuffix('.jsonl')}.done.json" not in names for name in names
     )
     provenance = read_provenance(run) if (run / PROVENANCE).is_file() else {}
-    if unsealed or ("threads" in provenance and "finished" not in provenance):  # "threads": work has begun
+    has_begun, looks = "threads" in provenance, table_of(provenance, LOOKS)
+    if unsealed or (has_begun and provenance.get("finished") is None) or (looks and ENDED not in looks):
         typer.echo(f"this run is not finished; finish it first: {inline(_finishing(run, provenance))}", err=True)
 
 

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -29,6 +29,7 @@ from kvaudit.audit.commands.base import (
     wide_console,
 )
 from kvaudit.core.errors import DataError, SpecError, UnknownName
+from kvaudit.core.facets import suite_of
 from kvaudit.core.files import write_output
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.provenance import MADE_UP, PILOT, PILOT_RESULT, all_looks, seconds_of
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from kvaudit.audit.runs.question import CheckPlan, ServingConfig
     from kvaudit.core.records import Item
     from kvaudit.core.spec import RunSpec
+    from kvaudit.suites.sources import PublicRows
 
 _FORMS = (
     "give one serving configuration: --engine NAME --kv SETTING, or --policy POLICY, or --reference URL#MODEL "
@@ -174,6 +176,17 @@ class CheckOptions:
             raise DataError(f"--data is {str(self.data)!r}, which is no folder")
         os.environ[DATA_VARIABLE] = str(self.data)
 
+    @property
+    def spec_line(self) -> str:
+        """The line of a spec that names the folder ``data``, so that later commands read the same rows."""
+        return "" if self.data is None else f"data: {json.dumps(str(self.data))}\n"
+
+    def fetch_command(self, absent: Iterable[PublicRows]) -> str:
+        """Return the command that downloads public rows which are missing here; empty if none are."""
+        folder = "" if self.data is None else f"KVAUDIT_DATA={shlex.quote(str(self.data))} "
+        names = " ".join(dict.fromkeys(rows.name for rows in absent))
+        return f"{folder}kvaudit data fetch {names}" if names else ""
+
 
 @expand_options
 def check(
@@ -208,15 +221,16 @@ def run_check(
     _check_available(model, config)
     plan, console = options.plan(model, config), wide_console()
     from kvaudit.audit.commands.run import RunOptions, RunPlan, open_pipeline
+    from kvaudit.audit.runs.models import check_model_unchanged
     from kvaudit.audit.runs.stages.pilot import check_any_measurable
 
     out = out or Path("runs") / run_name(model, config)
     if options.long:
         length, minutes = _longest_length(model, config, plan, out, threads, resume=resume)
         plan = replace(options, minutes=minutes).plan(model, config, length)
-    spec = parse_spec_text(spec_text(model, config, plan, options.command(model)))
+    spec = parse_spec_text(spec_text(model, config, plan, options.command(model)) + options.spec_line)
     spec = allow_more_minutes(out, spec) if resume else spec
-    for line in _plan_lines(spec, plan):
+    for line in _plan_lines(spec, plan, options):
         print_line(console, line)
     pipeline, run = open_pipeline(
         RunPlan(spec, out, {}),
@@ -225,6 +239,9 @@ def run_check(
         resume=resume,
         on_first_answer=_print_first_answers(console, spec),
     )
+    if run.provenance().get("finished"):  # with nothing left to ask nothing is loaded, which would check it
+        check_model_unchanged(run)
+        plan.check_rows_unchanged(run)
     if plan.made_up:
         run.note(**{MADE_UP: ", ".join(suite.suite for suite in plan.made_up)})
         pipeline.work_on("pilot")
@@ -235,15 +252,20 @@ def run_check(
     from kvaudit.reports.page.terminal import TerminalExtras, terminal_lines
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decide_run, write_decided_run
+    from kvaudit.reports.verdict.verdict import Status
 
     data = load_run(run.path)
     findings = write_decided_run(data, decide_run(data))
     note = " (made-up questions)" if plan.made_up else ""
     spent = seconds_of(all_looks(data.provenance)) / 60
+    open_suites = {suite_of(d.suite) for d in findings.verdict.gated if d.status is Status.INCONCLUSIVE}
     # a first look that took longer than its limit leaves nothing of three times that limit
     longer = replace(options, minutes=max(_MORE_TIME * plan.minutes, math.ceil(2 * spent))).command(model)
     context = TerminalExtras(
-        plan.not_asked, f"{longer} --out {shlex.quote(str(run.path))} --resume", note, _fetch_command(plan)
+        plan.not_asked,
+        f"{longer} --out {shlex.quote(str(run.path))} --resume",
+        note,
+        options.fetch_command(plan.absent_rows(open_suites)),
     )
     for line in terminal_lines(findings, run.path, context):
         print_line(console, line)
@@ -257,18 +279,30 @@ def _longest_length(
 
     Tries lengths, the short ones first, in the folder OUT-lengths (OUT is ``out``). It stops when the model no longer
     refuses harmful requests or no longer helps with harmless ones, or when the next try would end after half of the
-    minutes. Raises NotMeasurable if the model can be tested at no length.
+    minutes. A check that is resumed keeps its length, whatever its minutes are now. Raises NotMeasurable if the model
+    can be tested at no length.
     """
     from kvaudit.audit.commands.run import RunOptions, RunPlan, open_pipeline
-    from kvaudit.audit.runs.lengths import TriedLength, choose_length, length_spec, lengths_from, read_pilot
+    from kvaudit.audit.runs.folder import SPEC
+    from kvaudit.audit.runs.lengths import (
+        TriedLength,
+        choose_length,
+        length_of_check,
+        length_spec,
+        lengths_from,
+        read_pilot,
+    )
     from kvaudit.audit.runs.names import NAMES
     from kvaudit.audit.runs.question import CONTEXT_LENGTH, NEEDED
     from kvaudit.core.spec import parse_spec
 
     console, tried, spent = wide_console(), list[TriedLength](), 0.0
     endpoints = [endpoint for endpoint in plan.endpoints if endpoint.name in NEEDED]
+    chosen = length_of_check(out) if resume else None
     for length in lengths_from(max(plan.length, CONTEXT_LENGTH)):
         folder = out.with_name(f"{out.name}-lengths") / str(length)
+        if chosen is not None and not (folder / SPEC).is_file():  # more minutes would try more lengths
+            break
         spec = parse_spec(json.dumps(length_spec(model, config, endpoints, length, plan.seed)), "check", NAMES)
         run_options = RunOptions(threads=threads, anyway=True)
         cores = threads or len(os.sched_getaffinity(0))
@@ -286,7 +320,7 @@ def _longest_length(
         if not tried[-1].is_measurable or 2 * tried[-1].seconds > 30 * plan.minutes - spent:
             break
     minutes = max(plan.minutes - spent / 60, plan.minutes / 2)
-    return choose_length(tried, minutes), minutes
+    return chosen or choose_length(tried, minutes), minutes
 
 
 def _check_no_server(model: str) -> None:
@@ -332,7 +366,7 @@ def _print_first_answers(console: Console, spec: RunSpec) -> OnFirstAnswer:
     return print_answer
 
 
-def _plan_lines(spec: RunSpec, plan: CheckPlan) -> Iterator[str]:
+def _plan_lines(spec: RunSpec, plan: CheckPlan, options: CheckOptions) -> Iterator[str]:
     """Yield lines that say what is compared, what is asked, and which public rows are missing."""
     from kvaudit.core.policy_names import condition_names
 
@@ -345,13 +379,8 @@ def _plan_lines(spec: RunSpec, plan: CheckPlan) -> Iterator[str]:
     else:
         limits = ", ".join(f"{endpoint.name} {endpoint.margin:g}" for endpoint in plan.endpoints)
         yield f"asks public rows until each is decided, at most {plan.minutes:g} minutes; may lose in points: {limits}"
-    if command := _fetch_command(plan):
+    if command := options.fetch_command(plan.absent):
         yield f"some public rows are missing, so less is asked; fetch them with: {command}"
-
-
-def _fetch_command(plan: CheckPlan) -> str:
-    """Return the command that downloads the public rows which are missing here; empty if none are."""
-    return f"kvaudit data fetch {' '.join(rows.name for rows in plan.absent)}" if plan.absent else ""
 
 
 class ShippedExample(NamedTuple):
@@ -431,7 +460,7 @@ def init(
         options.set_data_folder()
         _check_no_server(model)
         config = options.serving_config()
-        text = spec_text(model, config, options.plan(model, config), options.command(model))
+        text = spec_text(model, config, options.plan(model, config), options.command(model)) + options.spec_line
         folder = Path("runs") / parse_spec_text(text).name
         _write_spec(
             text, out or Path("spec.yaml"), f"run it with kvaudit run {{out}} --anyway, then kvaudit gate {folder}"
@@ -463,7 +492,7 @@ def _init_quarterly(model: str, options: CheckOptions, judge: str | None, rate: 
     config = options.serving_config()
     judging = judge_option(judge, config)
     words = ["kvaudit", "init", "quarterly", *shlex.split(options.command(model))[2:], "--judge", judge or ""]
-    text = quarterly_text(model, config, judging, shlex.join(words))
+    text = quarterly_text(model, config, judging, shlex.join(words)) + options.spec_line
     spec = parse_spec_text(text)
     set_verbosity_error()  # texts are counted whole before they are cut, which is no error
     price = price_of(spec, load_base_chat(model))

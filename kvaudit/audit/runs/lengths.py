@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvaudit.audit.engines import Condition
+from kvaudit.audit.runs.folder import SPEC
+from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.question import CONTEXT, LONGEST, ServingConfig
 from kvaudit.core.errors import NotMeasurable
 from kvaudit.core.policy_names import DENSE_POLICY, ENGINE
 from kvaudit.core.records import Record
+from kvaudit.core.spec import load_spec
 from kvaudit.reports.verdict.controls import Control, controls_of
 from kvaudit.suites.endpoints import Endpoint
 
@@ -99,6 +102,15 @@ def read_pilot(records: Path, endpoints: Sequence[Endpoint], length: int) -> Tri
     rows = [Record.from_json(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     rows = [row for row in rows if row.context_tokens == length]
     return TriedLength(length, controls_of(rows, _margins(endpoints)), sum(row.seconds for row in rows) / len(rows))
+
+
+def length_of_check(run: Path) -> int | None:
+    """Return the length at which the check in a run folder asks, in tokens; None if the folder holds none."""
+    if not (run / SPEC).is_file():
+        return None
+    evaluate = load_spec(run / SPEC, NAMES).evaluate
+    lengths = [max(evaluate.contexts_of(suite)) for suite in evaluate.suites if suite.endswith(f"@{CONTEXT}")]
+    return max(lengths, default=None)
 
 
 def choose_length(tried: Sequence[TriedLength], minutes: float) -> int:

@@ -12,10 +12,14 @@ from kvaudit.audit.runs.evaluate import Batches, Evaluator
 from kvaudit.audit.runs.folder import RunFolder, check_inputs_unchanged, noted_value, utc_now, versions_line
 from kvaudit.audit.runs.prepare import Prepared, prepare_run
 from kvaudit.audit.runs.recipe import copy_provenance, joined_recipe, refusal_set
-from kvaudit.audit.sampling.checkpoints import load_comparable
-from kvaudit.audit.sampling.model import LoadedModel, load_model, locate
+from kvaudit.audit.sampling.checkpoints import (
+    checkpoint_files,
+    checkpoint_sha256,
+    load_comparable,
+)
+from kvaudit.audit.sampling.model import LoadedModel, load_model, locate, to_path
 from kvaudit.audit.sampling.packing import has_packable_weights
-from kvaudit.audit.sampling.weights import tensors_sha256
+from kvaudit.audit.sampling.weights import file_sha256, files_read, tensors_sha256
 from kvaudit.audit.training.adapters import load_trained_adapter
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import read_json, write_json
@@ -41,6 +45,28 @@ Pair = tuple[str, int]  # arm, seed
 def trained_pairs(spec: RunSpec) -> list[Pair]:
     """Return the (arm, seed) of every checkpoint that the run trains, supervised warm starts first."""
     return [*spec.starts, *(() if spec.train is None else spec.train.pairs)]
+
+
+def _check_weights(began_with: str | None, name: str, sha256: str) -> None:
+    if began_with is not None and began_with != sha256:
+        raise RunError(
+            f"the run was started with base weights {began_with[:12]}, {name!r} now has {sha256[:12]}; give another "
+            "--out"
+        )
+
+
+def check_model_unchanged(run: RunFolder) -> None:
+    """Raise RunError if the model of a run has other weights or files now; they are hashed, and nothing is loaded."""
+    name = run.spec.model_path
+    if name.endswith(".gguf"):
+        path = to_path(name)
+        sha256, files = file_sha256(path), files_read(path.parent)
+    else:
+        folder = locate(name)
+        sha256, files = checkpoint_sha256(folder), checkpoint_files(folder)
+    _check_weights(run.provenance().get("base_sha256"), name, sha256)
+    if files:  # none are listed of an adapter's GGUF file
+        check_inputs_unchanged(run, MODEL, files)
 
 
 class Models:
@@ -81,11 +107,7 @@ class Models:
             )
             self.batches.update(batches)
             sha256 = self._run.provenance().get("base_sha256")
-            if sha256 not in (None, model.sha256):
-                raise RunError(
-                    f"the run was started with base weights {sha256[:12]}, {model.name!r} now has {model.sha256[:12]}; "
-                    "give another --out"
-                )
+            _check_weights(sha256, model.name, model.sha256)
             check_inputs_unchanged(self._run, ROWS, rows)
             check_inputs_unchanged(self._run, MODEL, model.files)
             self._note_base(model)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 from kvaudit.audit.engines import ENGINES, Condition, ServingMode, parse_serving_mode
 from kvaudit.audit.engines.base import is_engine
 from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.policy_names import ENGINE, engine_name
+from kvaudit.core.provenance import INPUTS, ROWS, table_of
 from kvaudit.core.spec import EMBEDDED, RunSpec, parse_spec
 from kvaudit.core.spec_evaluate import ALL_ITEMS
 from kvaudit.suites.endpoints import (
@@ -31,6 +33,7 @@ from kvaudit.suites.endpoints import (
     absent_sources,
     agent_endpoints,
     check_files,
+    check_same_files,
     has_public_rows,
 )
 from kvaudit.suites.sources import DATA_VARIABLE, PublicRows, data_folder
@@ -116,6 +119,17 @@ class CheckPlan(NamedTuple):
         CONTEXT is the kind of conversation that comes before each row.
         """
         return endpoint.name if self.context is None else f"{endpoint.name}@{self.context}"
+
+    def absent_rows(self, suites: Collection[str]) -> Iterator[PublicRows]:
+        """Yield the public rows that are not on this machine and that some of these suites would ask."""
+        for endpoint in self.endpoints:
+            if self.suite_of(endpoint) in suites:
+                yield from absent_sources(endpoint.name)
+
+    def check_rows_unchanged(self, run: RunFolder) -> None:
+        """Raise RunError if a run was started with other public rows than those of the data folder now."""
+        began_with = table_of(table_of(run.provenance(), INPUTS), ROWS)
+        check_same_files([endpoint.name for endpoint in self.endpoints], began_with)
 
 
 def plan_check(

@@ -20,11 +20,13 @@ from kvaudit.reports.verdict.verdict import Status
 
 DECIDED, ROWS_SPENT, LOSS = "everything is decided", "the rows are spent", "a loss is shown"
 UNANSWERED = "too many answers are missing"
+UNREAD = "too few answers can be read"
 UNCHANGED = "the setting changed no answer and no log-prob"
 UNMEASURABLE = "the uncompressed model has nothing to lose in anything asked"
 # in place of a status that more rows would not change
 INVALID_BY_MISSING, INVALID_BY_CANARY = "INVALID, answers are missing", "INVALID, nothing has changed"
-ENDINGS = {INVALID_BY_MISSING: UNANSWERED, INVALID_BY_CANARY: UNCHANGED}
+INVALID_BY_FORM = "INVALID, too few answers can be read"
+ENDINGS = {INVALID_BY_MISSING: UNANSWERED, INVALID_BY_FORM: UNREAD, INVALID_BY_CANARY: UNCHANGED}
 # statuses that more rows may change
 OPEN = (Status.INCONCLUSIVE.value, Status.NOT_MEASURABLE.value, Status.INVALID.value)
 _OVERHEAD = 1.15  # total time / time that the answers take

@@ -22,7 +22,7 @@ from kvaudit.reports.sections.shared.words import event_rates, facet_of_metric, 
 from kvaudit.reports.stats.betting import METHOD as BETTING
 from kvaudit.reports.stats.seeds import SEEDS_NEEDED
 from kvaudit.reports.verdict.comparison import Comparison
-from kvaudit.reports.verdict.reasons import PASS_NEEDS_MORE
+from kvaudit.reports.verdict.reasons import PASS_NEEDS_MORE, ReasonCode
 from kvaudit.reports.verdict.verdict import PASSED, PRECEDENCE, Decided, Decision, Larger, Status, worst
 
 TRAINING = "training"
@@ -209,8 +209,9 @@ def _reason_texts(sides: Comparison, d: Decision) -> tuple[str, str]:
         return text, text
     text = change_text(sides, d)
     if d.status is Status.INCONCLUSIVE and d.reasons and d.reasons[0].code in PASS_NEEDS_MORE:
-        meaning = d.reasons[0].code.meaning.rstrip(".")
-        text = f"{text}; {meaning[0].lower()}{meaning[1:]}"
+        # the rates are of readable answers alone, so only its own figures show what happened to the form
+        reason = d.reasons[0].text if d.reasons[0].code is ReasonCode.FORM else d.reasons[0].code.meaning.rstrip(".")
+        text = f"{text}; {reason[0].lower()}{reason[1:]}"
     brief = f"{metric_text(sides, d)} {before_and_after(sides, d)}, limit {_limit_and_bound(sides, d)[0]}"
     if question_of(sides, d) == TRAINING:
         serving = "uncompressed" if sides.is_uncompressed(d.policy) else f"under {sides.label(d.policy)}"

@@ -29,11 +29,13 @@ from kvaudit.reports.sections.shared.words import (
     metric_label,
     percent,
     plural,
+    rounds_error_rates_text,
     suite_label,
 )
 from kvaudit.reports.stats.rule import blind_spot
 from kvaudit.reports.stats.seeds import SEEDS_ADVISED
 from kvaudit.reports.verdict.comparison import Comparison, some_of
+from kvaudit.reports.verdict.controls import shipped_rounds_rates
 from kvaudit.reports.verdict.decide import is_independent_of_reward
 from kvaudit.reports.verdict.family import gated_cells
 from kvaudit.reports.verdict.reasons import ReasonCode
@@ -321,12 +323,17 @@ def error_rate_lines(findings: Findings) -> list[str]:
     if c is None or findings.verdict.status is Status.INVALID:
         return []
     rules = findings.rules
+    if findings.comparison.looks:  # other bounds, tested more than once
+        text = rounds_error_rates_text(shipped_rounds_rates(), rules.alpha, rules.margins.values())
+    else:
+        text = (
+            f"{error_rates_text(c, rules.alpha, rules.margins.values(), rules.ratios.values())} Simulated at {c.scale} "
+            f"scale ({c.simulations:,} runs). Two-sided false alarms at 5 %: at most {percent(c.type_one_max)}; "
+            f"coverage of 95 % intervals: at least {percent(c.coverage_min)}."
+        )
     return [
-        f"{error_rates_text(c, rules.alpha, rules.margins.values(), rules.ratios.values())} Simulated at {c.scale} "
-        f"scale ({c.simulations:,} runs). Two-sided false alarms at 5 %: at most {percent(c.type_one_max)}; coverage "
-        f"of 95 % intervals: at least {percent(c.coverage_min)}. A reference with nothing to lose counts as measurable "
-        f"in at most {percent(c.nothing_to_lose_max)} of runs, a healthy one as not measurable in at most "
-        f"{percent(c.turned_away_max)}."
+        f"{text} A reference with nothing to lose counts as measurable in at most {percent(c.nothing_to_lose_max)} of "
+        f"runs, a healthy one as not measurable in at most {percent(c.turned_away_max)}."
     ]
 
 

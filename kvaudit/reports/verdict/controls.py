@@ -384,6 +384,31 @@ def shipped_rates() -> ErrorRates:
     return ErrorRates(calibration["scale"], calibration["seed"], calibration["simulations"], **calibration["stamp"])
 
 
+class RoundsErrorRates(NamedTuple):
+    """How often a run in rounds that lost exactly its margin passes and fails, at most over the simulated designs.
+
+    ``margins`` are the simulated ones, ``level`` is the gate's, ``simulations`` counts those behind each rate.
+    """
+
+    passes: float
+    fails: float
+    margins: tuple[float, ...]
+    level: float
+    simulations: int
+
+
+@cache
+def shipped_rounds_rates() -> RoundsErrorRates:
+    """Return the error rates of a run in rounds, as simulated, from the table that ships with the package."""
+    calibration = shipped_calibration()
+    figures = {figure["what"]: figure for figure in calibration["figures"]}
+    passes, fails = (figures[f"check in rounds {word} a loss at the margin"] for word in ("passes", "fails"))
+    # margins of row 16 of docs/results/calibration.md
+    return RoundsErrorRates(
+        passes["first"], fails["first"], (0.05, 0.1), calibration["stamp"]["level"], passes["simulations"]
+    )
+
+
 def shipped_calibration() -> dict[str, Any]:
     """Return the simulated error rates that ship with the package, as parsed from error_rates.json."""
     path = files("kvaudit.reports.verdict") / "error_rates.json"

@@ -6,7 +6,7 @@ RUN/pilot holds the answers, sealed like those of any unit; the grid (the main e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,8 @@ class PilotStage(Stage):
         provenance = context.run.provenance()
         if PILOT in provenance:
             results = provenance[PILOT][PILOT_RESULT]
-            for line in pilot_lines(results):
+            is_in_rounds = context.spec.evaluate.rounds is not None
+            for line in pilot_lines(results, suites_left_out(results) if is_in_rounds else ()):
                 context.print_line(line)
             context = context.sized(results["items"])
             self.check()
@@ -129,23 +130,27 @@ def pilot_records(context: RunContext, unit: Unit) -> list[Record]:
 # --- reading the results ---------------------------------------------------------------------------------------------
 
 
-def pilot_lines(results: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each gated metric and length (can a loss be measured?), then each suite's number of items."""
+def pilot_lines(results: Mapping[str, Any], left_out: Collection[str] = ()) -> Iterator[str]:
+    """Yield a line for each gated metric and length (can a loss be measured?), then each suite's number of items.
+
+    ``left_out`` are the suites that are not asked any further.
+    """
     lengths = {control["context_tokens"] for control in results["controls"]}
     for control in results["controls"]:
         name = control["metric"] + (f" {at_length(control['context_tokens'])}" if len(lengths) > 1 else "")
         name += f" under {control['under']}" if "under" in control else ""
-        yield f"{name}: {_control_text(control)}"
+        yield f"{name}: {_control_text(control, is_left_out=control['suite'] in left_out)}"
     for suite, items in results["items"].items():
         yield f"{suite}: {items} items{_reason_for_size(suite, results['sizes'])}"
 
 
-def _control_text(control: Mapping[str, Any]) -> str:
+def _control_text(control: Mapping[str, Any], *, is_left_out: bool) -> str:
     if control["measurable"]:
         return f"measurable ({control['rate'] * control['answers']:.4g} of {control['answers']})"
     if control["hopeless"]:
         return f"NOT MEASURABLE: {control['standing']}, {control['says']}"
-    return f"open: {control['says']}; the pilot is too small to decide, all answers together will"
+    end = "more is not asked" if is_left_out else "all answers together will"
+    return f"open: {control['says']}; the pilot is too small to decide, {end}"
 
 
 def _reason_for_size(suite: str, sizes: Mapping[str, Any]) -> str:

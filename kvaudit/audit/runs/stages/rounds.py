@@ -24,6 +24,7 @@ from kvaudit.audit.runs.pilot import layout_of, pilot_units, with_kept_gate
 from kvaudit.audit.runs.round_plan import (
     ENDINGS,
     INVALID_BY_CANARY,
+    INVALID_BY_FORM,
     INVALID_BY_MISSING,
     OPEN,
     RowsPlan,
@@ -37,10 +38,20 @@ from kvaudit.audit.runs.stages.base import RunContext, Stage, UnitWorker, unit_p
 from kvaudit.audit.runs.stages.pilot import pilot_records, suites_left_out
 from kvaudit.audit.runs.units import PILOT_FOLDER, ROUNDS_FOLDER, Unit, UnitFiles, join_files, written_seconds
 from kvaudit.core.errors import SpecError
-from kvaudit.core.facets import facet_of
+from kvaudit.core.facets import facet_of, suite_of
 from kvaudit.core.files import mutex
-from kvaudit.core.provenance import ENDED, LOOKS, MINUTES, PILOT, PILOT_RESULT, PLANNED, all_looks, table_of
-from kvaudit.core.spec_evaluate import Rounds
+from kvaudit.core.provenance import (
+    ENDED,
+    LOOKS,
+    MINUTES,
+    PILOT,
+    PILOT_RESULT,
+    PLANNED,
+    all_looks,
+    item_counts,
+    table_of,
+)
+from kvaudit.core.spec_evaluate import FIRST_LOOK, Rounds
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.records.rows import LOGPROB
 from kvaudit.reports.verdict.decide import decide
@@ -217,12 +228,16 @@ def gate_statuses(run: Path) -> dict[str, str]:
     drift = drift_of(data, comparison, rules.alpha, gated_facets(comparison, rules))
     statuses: dict[str, str] = {}
     order = [Status.FAIL.value, *ENDINGS, *OPEN]
+    asked, rounds = item_counts(data.provenance), data.spec.evaluate.rounds
+    first = FIRST_LOOK if rounds is None else rounds.first
     has_logprobs = bool(data.records[LOGPROB].notna().all())  # without them equal answers show less
     for decision in decide(drift, rules).gated:
         codes = {reason.code for reason in decision.reasons} if decision.status is Status.INVALID else set()
         status = decision.status.value
         if ReasonCode.MISSING in codes:
             status = INVALID_BY_MISSING
+        elif ReasonCode.FEW_CLUSTERS in codes and asked.get(suite_of(decision.suite), 0) >= first:
+            status = INVALID_BY_FORM
         elif ReasonCode.CANARY in codes and has_logprobs:
             status = INVALID_BY_CANARY
         settings = [status for status in (statuses.get(decision.suite), status) if status]

@@ -16,7 +16,7 @@ from kvaudit.reports.stats.rule import clusters_required
 from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import CellName, Contrast, Estimate, SeedDrift, no_interval
-from kvaudit.reports.verdict.controls import ErrorRates
+from kvaudit.reports.verdict.controls import ErrorRates, RoundsErrorRates
 from kvaudit.reports.verdict.verdict import Decided, Decision, Larger, Status
 
 NOT_SHOWN = "not shown by the engine"  # of its cache
@@ -141,6 +141,19 @@ def error_rates_text(rates: ErrorRates, alpha: float, margins: Iterable[float], 
         names = " and ".join(f"{ratio:g} x" for ratio in limits)
         lines.append(f"Both figures are about margins: a cell held to a ratio ({names}) was simulated separately.")
     return " ".join(lines)
+
+
+def rounds_error_rates_text(rates: RoundsErrorRates, alpha: float, margins: Iterable[float]) -> str:
+    """Return sentences on the simulated error rates of a run in rounds, and on what of this gate was not simulated."""
+    others = sorted({margin for margin in margins if not any(isclose(margin, known) for known in rates.margins)})
+    missing = [] if isclose(alpha, rates.level) else [f"at this level ({alpha:g})"]
+    missing += [f"at a margin of {', '.join(f'{100 * margin:g}' for margin in others)} pp"] if others else []
+    not_simulated = f"The gate was not simulated {' or '.join(missing)}. " if missing else ""
+    return (
+        f"{not_simulated}At level {rates.level:g} a run in rounds that lost exactly the margin passes in at most "
+        f"{percent(rates.passes)} and fails in at most {percent(rates.fails)} of {rates.simulations:,} simulated runs, "
+        "under any plan."
+    )
 
 
 def decision_note(d: Decision) -> str:
