@@ -80,9 +80,12 @@ def absent_sources(endpoint: str) -> tuple[PublicRows, ...]:
 
     These are entries of the catalogue whose files are missing in the data folder.
     """
-    files = (*_FILES[endpoint], *_MORE_FILES.get(endpoint, ()))
-    absent = (find_rows_by_file(file) for file in files if not has_file(file))
+    absent = (find_rows_by_file(file) for file in _files_of(endpoint) if not has_file(file))
     return tuple(dict.fromkeys(rows for rows in absent if rows is not None))
+
+
+def _files_of(endpoint: str) -> tuple[str, ...]:
+    return (*_FILES[endpoint], *_MORE_FILES.get(endpoint, ()))
 
 
 def agent_endpoints() -> tuple[Endpoint, ...]:
@@ -105,7 +108,7 @@ def check_same_files(endpoints: Collection[str], began_with: Mapping[str, str]) 
 
     ``began_with`` maps names of files in the data folder to their sha256; those of other suites do not count.
     """
-    files = {file for endpoint in endpoints for file in _FILES[endpoint]}
+    files = {file for endpoint in endpoints for file in _files_of(endpoint)}
     current = {
         file: hashlib.sha256((data_folder() / file).read_bytes()).hexdigest() for file in files if has_file(file)
     }
