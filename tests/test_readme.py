@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
-from test_kv_exact import CONFIGS, left_padded, prompts
+from conform.world import MIXED, left_padded, prompts
 from test_layers import FILES, RANK
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.pilot import impossible_cells
@@ -88,7 +87,7 @@ def test_the_picture_of_the_rooms_has_each_on_its_floor() -> None:
 def test_the_cache_alone_replays_what_generate_saw() -> None:
     (example,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(deepcopy(CONFIGS["llama-gqa"]), dtype=torch.float64).eval()
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**MIXED), dtype=torch.float64).eval()
     model.generation_config.pad_token_id = 0
     ids, positions = left_padded(prompts(150, 90))
     inputs = {"input_ids": ids, "attention_mask": (positions >= 0).long()}
