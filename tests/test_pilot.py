@@ -247,7 +247,7 @@ def test_two_processes_at_once_write_what_one_does(with_pilot: RunFolder, tmp_pa
         code, own, err = kvaudit(*words_)
         theirs = begun + other.stdout.read()
     assert (code, other.returncode) == (0, 0), own + err + theirs
-    assert all("refusal: measurable" in text for text in (own, theirs))
+    assert all("refusal.unsafe: measurable (" in text for text in (own, theirs)), own + theirs
     assert files_of(run) == files_of(with_pilot)
     assert run.provenance()["pilot"] == with_pilot.provenance()["pilot"]
 
