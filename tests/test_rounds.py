@@ -46,13 +46,14 @@ from kvaudit.core.files import write_json
 from kvaudit.core.provenance import ENDED, LOOKS, SEAL, TIME_SPENT, item_counts, seal_looks
 from kvaudit.core.spec import RunSpec, load_spec, parse_spec
 from kvaudit.reports.records.blocks import UNREAD as UNREAD_FACET
-from kvaudit.reports.records.load import load_run
+from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.records.rows import FACET_COLUMNS
 from kvaudit.reports.sections.looks import Looks, LooksSection
 from kvaudit.reports.sections.shared.words import rounds_error_rates_text
 from kvaudit.reports.verdict.comparison import Look
 from kvaudit.reports.verdict.contrast import Contrast
 from kvaudit.reports.verdict.controls import Canaries, Canary, checked_by_canary, shipped_rounds_rates
+from kvaudit.reports.verdict.rules import GateOverrides, declared_rules
 from kvaudit.reports.verdict.verdict import Status
 from kvaudit.suites.base import SUITES
 
@@ -530,6 +531,28 @@ def test_a_look_says_where_too_few_answers_can_be_read(held: Path, monkeypatch: 
     noted = {**data.provenance[LOOKS], "2": {**data.provenance[LOOKS]["2"], "items": {"alone": 32}}}
     monkeypatch.setitem(data.provenance, LOOKS, noted)
     assert gate_statuses(held) == {"alone.solved": "INVALID"}
+
+
+def test_a_setting_that_breaks_speech_fails_by_the_answers_that_can_be_read(
+    held: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where too few answers can be read the facet has no number; the readable ones take a tenth of the level."""
+
+    def gated() -> RunData:
+        data = load_run(held)
+        gate = data.spec.gate.model_copy(update={"margins": {"alone.solved": 5, "alone.well_formed": 5}})
+        return replace(data, spec=data.spec.model_copy(update={"gate": gate}))
+
+    monkeypatch.setattr("kvaudit.audit.runs.stages.rounds.load_run", lambda _: gated())
+    assert gate_statuses(held) == {"alone.solved": "PASS", "alone.well_formed": "PASS"}
+    comparison = declared_rules(gated(), GateOverrides())[0]
+    assert [(look.tests, look.for_readable.tests) for look in comparison.looks.values()] == [(1, 10)]
+    broken = gated()
+    is_setting = broken.records["policy"] != "none"
+    broken.records.loc[is_setting, FACET_COLUMNS["solved"]] = UNREAD_FACET
+    broken.records.loc[is_setting, FACET_COLUMNS["well_formed"]] = 0
+    monkeypatch.setattr("kvaudit.audit.runs.stages.rounds.load_run", lambda _: broken)
+    assert gate_statuses(held) == {"alone.solved": INVALID_BY_FORM, "alone.well_formed": "FAIL"}
 
 
 def drop_suite(looks: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.facets import WELL_FORMED
 from kvaudit.core.policy_names import ENGINE, engine_name
 from kvaudit.core.provenance import INPUTS, ROWS, table_of
 from kvaudit.core.spec import EMBEDDED, RunSpec, parse_spec
@@ -369,9 +370,16 @@ def _endpoint_lines(plan: CheckPlan) -> Iterator[str]:
 
 
 def _margins(plan: CheckPlan) -> dict[str, float]:
+    """Return the margins of a check by metric: of what it asks about, and of answers that can be read at all.
+
+    Rates of a facet leave unreadable answers out, so by them alone a setting that breaks speech would fail nothing.
+    """
     if plan.made_up:
-        return {f"{suite.suite}.{facet}": suite.margin for suite in plan.made_up for facet in suite.facets}
-    return {f"{plan.suite_of(point)}.{point.facet}": point.margin for point in plan.endpoints}
+        gated = [(suite.suite, facet, suite.margin) for suite in plan.made_up for facet in suite.facets]
+    else:
+        gated = [(plan.suite_of(point), point.facet, point.margin) for point in plan.endpoints]
+    readable = {f"{suite}.{WELL_FORMED}": margin for suite, _, margin in gated}
+    return {f"{suite}.{facet}": margin for suite, facet, margin in gated} | readable
 
 
 def parse_spec_text(text: str) -> RunSpec:

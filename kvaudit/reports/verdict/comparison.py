@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import pandas as pd
 
-from kvaudit.core.facets import facet_of
+from kvaudit.core.facets import WELL_FORMED, facet_of
 from kvaudit.core.policy_names import (
     DENSE_POLICY,
     condition_names,
@@ -62,12 +62,17 @@ class PlannedUnit(NamedTuple):
 class Look(NamedTuple):
     """The last look (test between rounds) at a suite, in a run that asks its items in rounds.
 
-    ``tests`` is the number of gated cells, over which the level is divided; ``is_last`` is whether no further look was
-    planned.
+    ``tests`` is the number of gated cells, over which the level is divided; cells of readable answers (``well_formed``)
+    do not count, and get a tenth of it (``for_readable``). ``is_last`` is whether no further look was planned.
     """
 
     tests: int
     is_last: bool
+
+    @property
+    def for_readable(self) -> Look:
+        """The look at the cells of readable answers, whose loss is large where a setting breaks speech."""
+        return self._replace(tests=10 * self.tests)
 
 
 @dataclass(frozen=True)
@@ -215,7 +220,8 @@ def _looks(spec: RunSpec, suites: Sequence[str], provenance: Mapping[str, Any]) 
     """
     if spec.evaluate.rounds is None:
         return
-    tests = max(1, len(spec.gate.margins) * len(spec.gate.primary))
+    metrics = [metric for metric in spec.gate.margins if metric.rpartition(".")[2] != WELL_FORMED]
+    tests = max(1, len(metrics) * len(spec.gate.primary))
     planned = table_of(table_of(table_of(provenance, LOOKS), PLANNED), "items")
     evaluated = table_of(last_look(provenance) or {}, "items")
     for suite in suites:
