@@ -578,12 +578,25 @@ def test_a_candidate_with_weights_of_its_own_has_no_such_remark(trained: Path, t
     assert "EQUAL WEIGHTS" not in run(tmp_path, body)[1]
 
 
-def test_a_run_that_has_finished_has_not_finished_anew_when_it_is_resumed(trained: Path, tmp_path: Path) -> None:
-    folder = run(tmp_path, spec(trained))[2]
+def test_a_finished_run_is_resumed_as_it_was_and_answers_for_its_own_weights_alone(
+    trained: Path, tmp_path: Path
+) -> None:
+    """Nothing is loaded again. Without the check the verdict of before would be printed of other weights."""
+    own = shutil.copytree(trained, tmp_path / "own")
+    folder = run(tmp_path, spec(own))[2]
     story = json.loads((folder / "provenance.json").read_text())
     (folder / "provenance.json").write_text(json.dumps({**story, "finished": "2026-01-02T03:04:05+00:00"}))
-    run(tmp_path, spec(trained))
+    assert run(tmp_path, spec(own))[0] == 0
     assert json.loads((folder / "provenance.json").read_text())["finished"] == "2026-01-02T03:04:05+00:00"
+    edit_config(own)
+    code, output, _ = run(tmp_path, spec(own))
+    assert (code, "other files of fast/1: config.json had sha256" in output) == (2, True)
+    weights = load_file(own / "model.safetensors")
+    save_file({name: t + 1e-3 for name, t in weights.items()}, own / "model.safetensors", metadata={"format": "pt"})
+    code, output, _ = run(tmp_path, spec(own))
+    assert (code, "but the run began with" in output) == (2, True)
+    shutil.rmtree(own)  # a finished run may outlive the models that it compared
+    assert run(tmp_path, spec(own))[0] == 0
 
 
 def test_two_references_are_refused() -> None:

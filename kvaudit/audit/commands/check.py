@@ -221,7 +221,6 @@ def run_check(
     _check_available(model, config)
     plan, console = options.plan(model, config), wide_console()
     from kvaudit.audit.commands.run import RunOptions, RunPlan, open_pipeline
-    from kvaudit.audit.runs.models import check_model_unchanged
     from kvaudit.audit.runs.stages.pilot import check_any_measurable
 
     out = out or Path("runs") / run_name(model, config)
@@ -239,8 +238,7 @@ def run_check(
         resume=resume,
         on_first_answer=_print_first_answers(console, spec),
     )
-    if run.provenance().get("finished"):  # with nothing left to ask nothing is loaded, which would check it
-        check_model_unchanged(run)
+    if run.provenance().get("finished"):  # with nothing left to ask no rows are read, which would check them
         plan.check_rows_unchanged(run)
     if plan.made_up:
         run.note(**{MADE_UP: ", ".join(suite.suite for suite in plan.made_up)})

@@ -325,6 +325,7 @@ def open_pipeline(
     check_report_folder(plan.folder)
     exists = check_folder(plan.folder, plan.spec, resume=resume)
     print_line(console, f"run {plan.spec.name} ({plan.spec.sha256[:12]}) in {plan.folder}: loading the model")
+    from kvaudit.audit.runs.models import check_models_unchanged
     from kvaudit.audit.runs.names import NAMES
     from kvaudit.audit.runs.pilot import with_kept_gate
     from kvaudit.audit.runs.pipeline import Pipeline
@@ -338,6 +339,8 @@ def open_pipeline(
     if not exists:
         _check_possible(with_kept_gate(plan.spec, entries or {}), prepared, options)
     run = open_run(plan.folder, plan.spec, resume=resume, entries=entries)
+    if works and run.provenance().get("finished"):
+        check_models_unchanged(run)
     if options.anyway and ANYWAY not in run.provenance():
         run.note(**{ANYWAY: utc_now()})
     gated = with_kept_gate(plan.spec, entries or {}).gate.margins

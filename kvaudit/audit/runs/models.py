@@ -13,8 +13,10 @@ from kvaudit.audit.runs.folder import RunFolder, check_inputs_unchanged, noted_v
 from kvaudit.audit.runs.prepare import Prepared, prepare_run
 from kvaudit.audit.runs.recipe import copy_provenance, joined_recipe, refusal_set
 from kvaudit.audit.sampling.checkpoints import (
+    adapter_sha256,
     checkpoint_files,
     checkpoint_sha256,
+    is_adapter,
     load_comparable,
 )
 from kvaudit.audit.sampling.model import LoadedModel, load_model, locate, to_path
@@ -35,7 +37,7 @@ from kvaudit.core.provenance import (
     check_inputs,
     table_of,
 )
-from kvaudit.core.spec import RunSpec
+from kvaudit.core.spec import EMBEDDED, RunSpec
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.core.text import inline
 
@@ -55,18 +57,48 @@ def _check_weights(began_with: str | None, name: str, sha256: str) -> None:
         )
 
 
-def check_model_unchanged(run: RunFolder) -> None:
-    """Raise RunError if the model of a run has other weights or files now; they are hashed, and nothing is loaded."""
-    name = run.spec.model_path
+def _check_checkpoint(began_with: str, name: str, sha256: str) -> None:
+    if began_with != sha256:
+        raise RunError(
+            f"checkpoint {name!r} has weights {sha256[:12]}, but the run began with {began_with[:12]}; restore those, "
+            "or give another --out"
+        )
+
+
+def check_models_unchanged(run: RunFolder) -> None:
+    """Raise RunError if a model of a finished run has other weights or files now, where it is still in its place.
+
+    A finished run loads no model, so its old verdict would be printed as that of the new one. Files are hashed only.
+    """
+    provenance, name = run.provenance(), run.spec.model_path
+    began_with = provenance.get("base_sha256")
     if name.endswith(".gguf"):
         path = to_path(name)
-        sha256, files = file_sha256(path), files_read(path.parent)
-    else:
-        folder = locate(name)
-        sha256, files = checkpoint_sha256(folder), checkpoint_files(folder)
-    _check_weights(run.provenance().get("base_sha256"), name, sha256)
-    if files:  # none are listed of an adapter's GGUF file
-        check_inputs_unchanged(run, MODEL, files)
+        if path.is_file():
+            _check_weights(began_with, name, file_sha256(path))
+            check_inputs_unchanged(run, MODEL, files_read(path.parent))
+    elif _is_here(name):
+        _check_weights(began_with, name, checkpoint_sha256(locate(name)))
+        if files := checkpoint_files(locate(name)):  # none are listed of an adapter's GGUF file
+            check_inputs_unchanged(run, MODEL, files)
+    for arm, checkpoints in run.spec.checkpoints.items():
+        for seed in checkpoints.seeds:
+            source, key = run.spec.external_source(arm, seed), f"{arm}/{seed}"
+            stored = table_of(provenance, CHECKPOINTS).get(key)
+            if stored is None or source is None or not _is_here(source):
+                continue
+            folder = locate(source)
+            if is_adapter(folder):
+                _check_checkpoint(stored, source, adapter_sha256(folder, str(began_with)))
+            else:
+                _check_checkpoint(stored, source, checkpoint_sha256(folder))
+                files = files_read(folder)
+                check_inputs(f"files of {key}", run.keep(CHECKPOINT_FILES, key, files), files)
+
+
+def _is_here(name: str) -> bool:
+    """Return whether a model needs no download."""
+    return name == EMBEDDED or to_path(name).is_dir()
 
 
 class Models:
@@ -162,11 +194,7 @@ class Models:
         spec, key = self._spec, f"{pair[0]}/{pair[1]}"
         model = load_comparable(name, self.base(), dtype=spec.dtype, device=spec.device, chat=spec.chat)
         sha256 = self._run.keep(CHECKPOINTS, key, model.sha256)
-        if sha256 != model.sha256:
-            raise RunError(
-                f"checkpoint {name!r} has weights {model.sha256[:12]}, but the run began with {sha256[:12]}; restore "
-                "those, or give another --out"
-            )
+        _check_checkpoint(sha256, name, model.sha256)
         # a config decides as much as weights do: rope, scaling, the tokens that end an answer
         check_inputs(f"files of {key}", self._run.keep(CHECKPOINT_FILES, key, model.files), model.files)
         self._keep_loaded(key, model)
