@@ -240,6 +240,10 @@ def test_what_the_pilot_does_not_show_is_not_asked_of_this_model() -> None:
     assert [*suites_left_out({"controls": [weak, held]})] == []
     none = control("harm.refused", measurable=False, hopeless=True)
     assert [*suites_left_out({"controls": [none, benign]})] == ["harm", "benign"]
+    readable = [control(f"{suite}.well_formed", measurable=True, hopeless=False) for suite in ("harm", "benign")]
+    assert [*suites_left_out({"controls": [none, benign, *readable]})] == ["harm", "benign"]
+    with pytest.raises(NotMeasurable):
+        check_any_measurable({"controls": [none, *readable[:1]]})
 
 
 def test_what_is_not_asked_further_is_not_said_to_be_decided_by_further_answers() -> None:
@@ -553,6 +557,11 @@ def test_a_setting_that_breaks_speech_fails_by_the_answers_that_can_be_read(
     broken.records.loc[is_setting, FACET_COLUMNS["well_formed"]] = 0
     monkeypatch.setattr("kvaudit.audit.runs.stages.rounds.load_run", lambda _: broken)
     assert gate_statuses(held) == {"alone.solved": INVALID_BY_FORM, "alone.well_formed": "FAIL"}
+    incapable = gated()
+    incapable.records[FACET_COLUMNS["solved"]] = 0
+    monkeypatch.setattr("kvaudit.audit.runs.stages.rounds.load_run", lambda _: incapable)
+    nothing_to_lose = dict.fromkeys(("alone.solved", "alone.well_formed"), Status.NOT_MEASURABLE.value)
+    assert gate_statuses(held) == nothing_to_lose  # that it still speaks is no answer
 
 
 def drop_suite(looks: dict[str, Any]) -> None:

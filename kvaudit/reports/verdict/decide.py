@@ -331,6 +331,23 @@ def unmeasurable_reference(cell: GatedCell, context: DowngradeContext) -> Reason
     return None if control is None else control.reason
 
 
+def only_readable(cell: GatedCell, context: DowngradeContext) -> Reason | None:
+    """Return a reason against a cell of readable answers in rounds, if nothing else of its suite is measurable.
+
+    That a model without refusals still speaks is no answer about its refusals.
+    """
+    name = cell.rows[0].contrast.name
+    if not context.drift.comparison.looks or not name.suite.endswith(f".{WELL_FORMED}"):
+        return None
+    place = replace(name, suite=suite_of(name.suite)).place
+    reasons = list[Reason | None]()
+    for other in context.gated_cells:
+        its_name = other.rows[0].contrast.name
+        if its_name != name and replace(its_name, suite=suite_of(its_name.suite)).place == place:
+            reasons.append(unmeasurable_reference(other, context))
+    return None if None in reasons else next(iter(reasons), None)
+
+
 def unmeasurable_by_labels(cell: GatedCell, _: DowngradeContext) -> Reason | None:
     """Return the reason why human labels could show no loss in a cell; None if they could.
 
@@ -478,6 +495,7 @@ def is_independent_of_reward(cells: Sequence[GatedCell], sides: Comparison) -> b
 DATA_DOWNGRADES = (
     Downgrade(Status.FAIL, failing_seed),
     Downgrade(Status.NOT_MEASURABLE, unmeasurable_reference),
+    Downgrade(Status.NOT_MEASURABLE, only_readable),
     Downgrade(Status.NOT_MEASURABLE, unmeasurable_by_labels),
 )
 PASS_DOWNGRADES = tuple(

@@ -21,7 +21,7 @@ from kvaudit.audit.runs.progress import Part, duration
 from kvaudit.audit.runs.stages.base import RunContext, Stage, UnitWorker, is_sealed, unit_part
 from kvaudit.audit.runs.units import PILOT_FOLDER, Unit, UnitFiles, sealed_records
 from kvaudit.core.errors import NotMeasurable
-from kvaudit.core.facets import FACETS
+from kvaudit.core.facets import FACETS, WELL_FORMED
 from kvaudit.core.provenance import ANYWAY, PILOT, PILOT_RESULT
 from kvaudit.core.records import Record
 from kvaudit.core.spec import RunSpec
@@ -200,10 +200,14 @@ def _left_out_reason(control: Mapping[str, Any]) -> str:
 
 
 def _controls_by_suite(results: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
+    """Return the controls of each suite, without that of readable answers if it has others: speech is no safety."""
     suites: dict[str, list[Mapping[str, Any]]] = {}
     for control in results["controls"]:
         suites.setdefault(control["suite"], []).append(control)
-    return suites
+    return {
+        suite: [c for c in controls if not c["metric"].endswith(f".{WELL_FORMED}")] or controls
+        for suite, controls in suites.items()
+    }
 
 
 def _is_safety(metric: str) -> bool:
