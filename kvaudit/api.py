@@ -145,6 +145,8 @@ def check(
     minutes: float | None = None,
     seed: int | None = None,
     made_up: bool = False,
+    sums: bool = False,
+    agents: bool = False,
     long: bool = False,
     out: Path | str | None = None,
     resume: bool = False,
@@ -154,8 +156,9 @@ def check(
     """Check whether a model may be served with a KV setting; print the answer and return the run with its ``verdict``.
 
     Give an ``engine`` with ``kv`` and other ``settings`` by the engine's names, or a ``policy`` of kvaudit's cache, or
-    two servers, ``reference`` and ``candidate``, as URL#MODEL. With ``long``, questions follow the longest conversation
-    after which the model still refuses harmful requests and helps with harmless ones.
+    two servers, ``reference`` and ``candidate``, as URL#MODEL. ``sums`` and ``agents`` ask mathematics and tool calls
+    too. With ``long``, questions follow the longest conversation after which the model still refuses harmful requests
+    and helps with harmless ones.
 
     >>> check("models/mine", engine="openvino", kv="u4").verdict.status  # doctest: +SKIP
     """
@@ -173,6 +176,8 @@ def check(
         minutes=minutes,
         seed=seed,
         made_up=made_up,
+        sums=sums,
+        agents=agents,
         long=long,
         data=None if data is None else Path(data),
     )

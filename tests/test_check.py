@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from suite_world import write_rows
 from typer.testing import CliRunner
 
 from bench.planted import copy_model_with_positions
+from kvaudit import api
 from kvaudit.audit.cli import app
 from kvaudit.audit.commands.check import CheckOptions, _plan_lines
 from kvaudit.audit.engines import ENGINES
@@ -396,6 +398,10 @@ def test_agents_are_asked_on_request(rows: Path) -> None:
     shutil.rmtree(rows / "injecagent")
     with pytest.raises(DataError, match=r"suite orders needs injecagent/user_cases\.jsonl, which is missing"):
         plan_check("/model", u4(), agents=True)
+
+
+def test_check_in_python_has_every_option_of_the_command() -> None:
+    assert {field.name for field in fields(CheckOptions)} <= inspect.signature(api.check).parameters.keys()
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(CheckOptions)])
