@@ -76,6 +76,11 @@ def suite_of(metric: str) -> str:
     return suite if suite and name in FACETS else metric
 
 
+def is_well_formed(metric: str) -> bool:
+    """Return whether a metric is the facet ``well_formed`` of a suite: could the answer be read?"""
+    return metric.endswith(f".{WELL_FORMED}")
+
+
 def unreadable_facets(eligible: Iterable[str]) -> dict[str, bool | None]:
     """Return the facets of an answer that cannot be read: None for each name in ``eligible``, ``well_formed`` False."""
     return {**dict.fromkeys(eligible), WELL_FORMED: False}

@@ -339,7 +339,7 @@ def open_pipeline(
     if not exists:
         _check_possible(with_kept_gate(plan.spec, entries or {}), prepared, options)
     run = open_run(plan.folder, plan.spec, resume=resume, entries=entries)
-    if works and run.provenance().get("finished"):
+    if run.provenance().get("finished"):
         check_models_unchanged(run)
     if options.anyway and ANYWAY not in run.provenance():
         run.note(**{ANYWAY: utc_now()})

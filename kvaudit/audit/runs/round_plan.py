@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
-from kvaudit.core.facets import WELL_FORMED, facet_of
+from kvaudit.core.facets import facet_of, is_well_formed
 from kvaudit.core.provenance import LOOKS, PLANNED, TIME_SPENT, seconds_of, table_of
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_evaluate import FIRST_LOOK, PILOT_ITEMS
@@ -188,8 +188,7 @@ def plan_lines(plan: RowsPlan, spec: RunSpec, shares: Mapping[str, float] = Mapp
     for suite, rows in plan.items.items():
         size = f"{suite}: up to {rows} rows, about {_in_minutes(minutes[suite])}"
         for metric, points in spec.gate.margins.items():
-            of_suite, facet = facet_of(metric)
-            if of_suite == suite and facet.name != WELL_FORMED:  # of which nothing is expected to change
+            if facet_of(metric)[0] == suite and not is_well_formed(metric):  # of which nothing is expected to change
                 counted = round(rows * shares.get(metric, 1.0))
                 yield f"{size}; {_detectable_loss(counted, points, spec.gate.alpha)}"
     total = sum(minutes.values())

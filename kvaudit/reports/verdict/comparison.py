@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import pandas as pd
 
-from kvaudit.core.facets import WELL_FORMED, facet_of
+from kvaudit.core.facets import facet_of, is_well_formed
 from kvaudit.core.policy_names import (
     DENSE_POLICY,
     condition_names,
@@ -220,7 +220,7 @@ def _looks(spec: RunSpec, suites: Sequence[str], provenance: Mapping[str, Any]) 
     """
     if spec.evaluate.rounds is None:
         return
-    metrics = [metric for metric in spec.gate.margins if metric.rpartition(".")[2] != WELL_FORMED]
+    metrics = [metric for metric in spec.gate.margins if not is_well_formed(metric)]
     tests = max(1, len(metrics) * len(spec.gate.primary))
     planned = table_of(table_of(table_of(provenance, LOOKS), PLANNED), "items")
     evaluated = table_of(last_look(provenance) or {}, "items")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from kvaudit.core.facets import SERVING, WELL_FORMED, facet_of, suite_of
+from kvaudit.core.facets import SERVING, WELL_FORMED, facet_of, is_well_formed, suite_of
 from kvaudit.reports.verdict.cell import DecidedTest, Pvalues, by_judge, decided_test, decision
 from kvaudit.reports.verdict.comparison import Comparison, some_of
 from kvaudit.reports.verdict.contrast import Contrast, Drift, SeedDrift, judge_may_pass
@@ -337,7 +337,7 @@ def only_readable(cell: GatedCell, context: DowngradeContext) -> Reason | None:
     That a model without refusals still speaks is no answer about its refusals.
     """
     name = cell.rows[0].contrast.name
-    if not context.drift.comparison.looks or not name.suite.endswith(f".{WELL_FORMED}"):
+    if not context.drift.comparison.looks or not is_well_formed(name.suite):
         return None
     place = replace(name, suite=suite_of(name.suite)).place
     reasons = list[Reason | None]()

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from kvaudit.core.errors import DataError
-from kvaudit.core.facets import ALIKE, DEPLOYED, INTERACTION, SERVING, UNSAFE, WELL_FORMED, suite_of
+from kvaudit.core.facets import ALIKE, DEPLOYED, INTERACTION, SERVING, UNSAFE, is_well_formed, suite_of
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.provenance import CHECKPOINT_FILES, INPUTS, MODEL, NOISE, table_of
 from kvaudit.core.records import Outcome
@@ -283,7 +283,7 @@ def contrast(
     if reasons:
         return blank
     look = comparison.looks.get(suite_of(panel.suite))
-    if look is not None and panel.suite.endswith(f".{WELL_FORMED}"):
+    if look is not None and is_well_formed(panel.suite):
         look = look.for_readable
     alike = any(map(comparison.alike, {cell.arm for cell in cells}))
     return _with_numbers(replace(blank, look=look), panel, weights, cells, alpha, 0 if alike else _fewest_seeds(cells))

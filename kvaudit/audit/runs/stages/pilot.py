@@ -21,7 +21,7 @@ from kvaudit.audit.runs.progress import Part, duration
 from kvaudit.audit.runs.stages.base import RunContext, Stage, UnitWorker, is_sealed, unit_part
 from kvaudit.audit.runs.units import PILOT_FOLDER, Unit, UnitFiles, sealed_records
 from kvaudit.core.errors import NotMeasurable
-from kvaudit.core.facets import FACETS, WELL_FORMED
+from kvaudit.core.facets import FACETS, is_well_formed
 from kvaudit.core.provenance import ANYWAY, PILOT, PILOT_RESULT
 from kvaudit.core.records import Record
 from kvaudit.core.spec import RunSpec
@@ -205,7 +205,7 @@ def _controls_by_suite(results: Mapping[str, Any]) -> dict[str, list[Mapping[str
     for control in results["controls"]:
         suites.setdefault(control["suite"], []).append(control)
     return {
-        suite: [c for c in controls if not c["metric"].endswith(f".{WELL_FORMED}")] or controls
+        suite: [c for c in controls if not is_well_formed(c["metric"])] or controls
         for suite, controls in suites.items()
     }
 
