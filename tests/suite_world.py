@@ -33,6 +33,7 @@ IN_CONTEXTS = [
     "injecagent-stealing@pages",
     "gsm8k@boxed",
     "cosafe@traces",
+    "safedialbench@talk",
 ]
 ITEMS = 360  # every twin of every evaluation template: up to 72 templates and five twins
 PINNED_ITEMS = 288  # items of each split that a version's digest covers
@@ -275,6 +276,9 @@ def write_long_requests(folder: Path, names: Sequence[str]) -> None:
         rows.append([{"role": role, "content": text.format(*some)} for role, text in zip(roles, said, strict=True)])
     lines("cosafe/animal_abuse.json", rows[::2])
     lines("cosafe/self_harm.json", rows[1::2])
+    led = [[turn["content"] for turn in row[:: 2 if n % 2 else 4]] for n, row in enumerate(rows)]
+    dialogues = [{"history": [{"user": text, "bot": "It is open."} for text in texts]} for texts in led]
+    lines("safedialbench/datasets_en.jsonl", dialogues)
 
 
 _RULES: tuple[tuple[str, dict[str, object], str], ...] = (

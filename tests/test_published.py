@@ -81,6 +81,11 @@ def _cosafe(data: Path) -> Iterator[str]:
             yield from (turn["content"] for turn in json.loads(row))
 
 
+def _safedialbench(data: Path) -> Iterator[str]:
+    for row in lines(data / "safedialbench/datasets_en.jsonl"):
+        yield from (turn["user"] for turn in row["history"])
+
+
 SOURCES: dict[str, Callable[[Path], Iterator[str]]] = {
     "xstest": lambda data: (row["prompt"] for row in table(data / "xstest/xstest_prompts.csv")),
     "harmbench": _harmbench,
@@ -88,6 +93,7 @@ SOURCES: dict[str, Callable[[Path], Iterator[str]]] = {
         row["forbidden_prompt"] for row in table(data / "strongreject/strongreject_dataset.csv")
     ),
     "cosafe": _cosafe,
+    "safedialbench": _safedialbench,
     "longsafety": lambda data: (row["instruction"] for row in lines(data / "longsafety/longsafety_meta.jsonl")),
     "advbench": lambda data: (row["goal"] for row in table(data / "advbench/advbench.csv")),
     "tensortrust": _said(
