@@ -47,9 +47,8 @@ def render_card(page: Page, arm: str | None = None) -> str:
     screen = page.screen if arm is None else screen_of(findings_of_arm(page.findings, arm))
     assert screen is not None, "only a run has a card"
     arm_note = "" if arm is None else _fact_text(disclosure.verdict["says"])
-    return mask_private(
-        "\n\n".join(part for part in _parts(disclosure, screen, arm_note) if part) + "\n", page.findings
-    )
+    text = "\n\n".join(part for part in _parts(disclosure, screen, arm_note) if part) + "\n"
+    return str(mask_private(text, page.findings))
 
 
 def _parts(disclosure: Disclosure, screen: Screen, arm_note: str) -> Iterator[str]:
@@ -168,8 +167,8 @@ def render_bom(page: Page) -> str:
     }
     # the serial number is a hash: documents that differ have different ones, and a rerun keeps it
     digest = hashlib.sha256(dump_json(body).encode()).digest()
-    text = dump_json({**body, "serialNumber": f"urn:uuid:{UUID(bytes=digest[:16], version=4)}"})
-    return mask_private(text, page.findings)
+    serial = {"serialNumber": f"urn:uuid:{UUID(bytes=digest[:16], version=4)}"}
+    return dump_json(mask_private({**body, **serial}, page.findings))
 
 
 def _groups(disclosure: Disclosure) -> Iterator[tuple[str, Mapping[str, Fact]]]:
