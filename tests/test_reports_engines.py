@@ -131,7 +131,9 @@ def test_what_is_published_names_no_address_of_a_server(tmp_path: Path, ports: t
     assert "10.1.2.3:8001" in (run / "report" / "disclosure.json").read_text()
 
 
-@pytest.mark.parametrize("path", ["/home/anna/secret-project/qwen", "/home/anna/prüfung/qwen", "/a/" + "long-folder/" * 9 + "qwen"])
+@pytest.mark.parametrize(
+    "path", ["/home/anna/secret-project/qwen", "/home/anna/prüfung/qwen", "/a/" + "long-folder/" * 9 + "qwen"]
+)
 def test_what_is_published_names_no_folder(tmp_path: Path, path: str) -> None:
     run = synthetic.build(tmp_path / "run", served(U4, F32))
     noted = json.loads((run / "provenance.json").read_text())

@@ -15,6 +15,7 @@ from kvaudit.core.provenance import RECIPE_SECTIONS, engine_facts, recipe_digest
 from kvaudit.core.spec import UNKNOWN as UNSAID
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.core.text import at_length
+from kvaudit.reports.page.answers import room
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.remarks import blind_spot_line, limits, remarks
@@ -139,8 +140,8 @@ def findings_of_arm(findings: Findings, arm: str) -> Findings:
     verdict = findings.verdict
     decisions = tuple(d for d in verdict.decisions if d.arm == arm)
     arm_verdict = next((a for a in verdict.arms if a.arm == arm), None)
-    # the headline has the worst status, then no number or the least room above the margin
-    rank = {n: (PRECEDENCE.index(d.standing), _room(d)) for n, d in enumerate(decisions) if d.gated}
+    # as in a run's verdict, the headline has the worst status, then the least room to the margin
+    rank = {n: (PRECEDENCE.index(d.standing), room(d)) for n, d in enumerate(decisions) if d.gated}
     narrowed = replace(
         verdict,
         status=arm_verdict.status if arm_verdict else verdict.status,
@@ -153,10 +154,6 @@ def findings_of_arm(findings: Findings, arm: str) -> Findings:
     reference = findings.comparison.reference
     values = {section.name: section.of_arm(value, arm, reference) for section, value in sections_in(findings.values)}
     return replace(findings, verdict=narrowed, values=values)
-
-
-def _room(d: Decision) -> float:
-    return d.effect.estimate + (d.margin or 0.0) if d.effect else float("-inf")
 
 
 def _arm_disclosure(disclosure: Disclosure, run_findings: Findings, findings: Findings, arm: str) -> Disclosure:

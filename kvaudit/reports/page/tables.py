@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from kvaudit.core.facets import suite_of
 from kvaudit.core.text import at_length, inline
+from kvaudit.reports.page.answers import room
 from kvaudit.reports.page.findings import Findings, flips_link
 from kvaudit.reports.sections.shared.tables import Table, footnoted, table_of
 from kvaudit.reports.sections.shared.words import (
@@ -72,7 +73,7 @@ def verdict_table(findings: Decided) -> Table:
     for line in lines:
         row = [line.name, line.status.value, *([line.recipe.value if line.recipe else "-"] if recipe else [])]
         row += [_worst(line, [suite]) for suite in suites] + ([_worst(line, facets)] if facets else [])
-        d = min(line.cells, key=lambda d: (PRECEDENCE.index(d.status), _room(d)))
+        d = min(line.cells, key=lambda d: (PRECEDENCE.index(d.status), room(d)))
         row.append(_cell_and_drift(sides, d) + (", as deployed" if is_compressed_deployment(sides, d) else ""))
         if served:
             arm_cells = deployed_cells(findings, line.name)
@@ -99,7 +100,7 @@ def deployed_cells(findings: Decided, arm: str | None = None) -> list[Decision]:
     if not any(is_compressed_deployment(sides, d) for d in cells):
         return []
     uncompressed = [d for d in cells if d.estimand == "alike" and sides.is_uncompressed(d.policy)]
-    return sorted([d for d in cells if d.estimand == "deployed" or d in uncompressed], key=_room)
+    return sorted([d for d in cells if d.estimand == "deployed" or d in uncompressed], key=room)
 
 
 def is_compressed_deployment(sides: Comparison, d: Decision) -> bool:
@@ -111,10 +112,6 @@ def _cell_and_drift(sides: Comparison, d: Decision) -> str:
     """Return a cell and its drift, such as: math @ snapkv 96: -8.8 pp [-13.8, -4.0]."""
     cell_name = f"{suite_label(sides, d)} @ {sides.label(d.policy)}"
     return f"{cell_name}: {effect_text(d.effect)}" if d.effect else f"{cell_name}: {d.reasons[0].text}"
-
-
-def _room(d: Decision) -> float:
-    return (d.effect.lower if d.effect else 0.0) + (d.margin or 0.0)
 
 
 def compared_table(findings: Findings) -> Table:
@@ -135,13 +132,11 @@ def compared_table(findings: Findings) -> Table:
             ("contrast", f"each serving policy against {uncompressed_label(sides)}"),
         ]
     rules = findings.rules
-    decision_note = (
-        "; an arm trained under one of them is served under that one and none only" if sides.unserved else ""
-    )
+    unserved = "; an arm trained under one of them is served under that one and none only" if sides.unserved else ""
     margins = [f"{s} {100 * margin:g} pp{' (default)' * (s in rules.defaults)}" for s, margin in rules.margins.items()]
     margins += [f"{metric} {limit:g} x" for metric, limit in rules.ratios.items()]
     rows += [
-        ("serving policies", "; ".join(map(sides.label, sides.policies)) + decision_note),
+        ("serving policies", "; ".join(map(sides.label, sides.policies)) + unserved),
         ("gated policies", "; ".join(map(sides.label, rules.primary))),
         ("suites", "; ".join(f"{s} {at_length(c)}: {n} items, {k} templates" for s, c, n, k in items)),
         ("margins", "; ".join(margins)),

@@ -80,8 +80,13 @@ def _doubtful_lines(findings: Findings) -> Iterator[str]:
         if d.status is Status.INCONCLUSIVE and cells:
             count = f"{cells[0].unsure} of {cells[0].n_samples} answers"
             yield f"the judge is unsure of {count} of {suite}; people can decide"
-            examples = [e for e in findings.values.get("examples", ()) if e.is_doubtful and e.suite == d.suite]
-            yield from (_flip_line(example) for example in examples[:_DOUBTFUL])
+            cell = d.arm, d.policy, d.suite, d.context_tokens
+            examples = [
+                e
+                for e in findings.values.get("examples", ())
+                if e.is_doubtful and (e.arm, e.policy, e.suite, e.context_tokens) == cell
+            ]
+            yield from map(_flip_line, examples[:_DOUBTFUL])
             return
 
 
@@ -99,7 +104,7 @@ def _cells_shown(findings: Findings) -> list[Decision]:
     fails.
     """
     sides, gated = findings.comparison, findings.verdict.gated
-    facet_suites = {d.suite.rpartition(".")[0] for d in gated if d.suite in sides.facets}
+    facet_suites = {suite_of(d.suite) for d in gated if d.suite in sides.facets}
     cells = [d for d in gated if d.suite not in facet_suites or d.standing is Status.FAIL]
     return sorted(cells, key=severity_order(sides))
 
