@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from kvaudit.core.policy_names import DENSE_POLICY, engine_name, engine_settings, match_policies
 from kvaudit.core.provenance import RECIPE_SECTIONS, engine_facts, recipe_digests, table_of
-from kvaudit.core.spec import UNKNOWN as UNSAID
+from kvaudit.core.spec import UNKNOWN as NOT_DECLARED
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.core.text import at_length
 from kvaudit.reports.page.answers import room
@@ -256,7 +256,7 @@ def _recipe(findings: Findings, arm: str) -> ArmRecipe:
         return ArmRecipe(arm, "base", {"rollouts": NOT_APPLICABLE}, {}, {})
     config, recipe = _shared_entries(checkpoints, "config"), _shared_entries(checkpoints, "recipe")
     declared = table_of(table_of(findings.provenance, "declared"), arm)
-    declared = {key: value for key, value in declared.items() if value != UNSAID}
+    declared = {key: value for key, value in declared.items() if value != NOT_DECLARED}
     # the checkpoint's provenance takes precedence over the spec's declaration
     recipe, config = {**declared, **recipe}, {**declared, "suites": declared.get("trained_on"), **config}
     digests_by_place = table_of(findings.provenance, "checkpoints")  # keys are ARM/SEED
@@ -391,9 +391,9 @@ def _rollouts_not_served(findings: Findings) -> Fact:
             checkpoints = [checkpoint for (name, _), checkpoint in findings.checkpoints.items() if name == arm]
             recipes = [table_of(checkpoint, "recipe") for checkpoint in checkpoints]
             rollouts += [recipe.get("rollouts") for recipe in recipes or [table_of(declared, arm)]]
-    names = sorted({str(text) for text in rollouts if text not in (None, UNSAID)})
+    names = sorted({str(text) for text in rollouts if text not in (None, NOT_DECLARED)})
     not_served = sorted(set(match_policies(names, policies)) - set(policies))
-    if not not_served and any(text in (None, UNSAID) for text in rollouts):
+    if not not_served and any(text in (None, NOT_DECLARED) for text in rollouts):
         return UNKNOWN
     return fact_of(not_served) if not_served else NOT_APPLICABLE
 

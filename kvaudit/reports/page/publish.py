@@ -42,8 +42,8 @@ def public_name(model: str) -> str:
 def mask_private(value: Any, findings: Findings) -> Any:
     """Replace the address of every server in the spec by server-1, server-2, and the model's path by its name.
 
-    ``value`` is a text, or mappings and lists of texts that are not written as JSON or YAML yet: those escape characters,
-    so that a path would no longer be found.
+    ``value`` is a text, or mappings and lists of texts. Mask before writing JSON or YAML, in which escaped characters
+    would hide a path from the search.
     """
     public = _public_spellings(findings)
     if not public:

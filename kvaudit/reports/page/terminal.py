@@ -21,10 +21,9 @@ from kvaudit.reports.verdict.reasons import ReasonCode
 from kvaudit.reports.verdict.verdict import Decision, Status
 
 MOST_TERMINAL_LINES = 12
-_FLIPS = 2  # lost answers that are shown
-# reasons against a PASS that more rows do not remove
-_NO_MORE_ROWS = (ReasonCode.FORM, ReasonCode.IDLE, ReasonCode.NOISE)
-_DOUBTFUL = 3  # of them by a doubtful grade, where an open cell has answers its judge is unsure of
+_FLIPS = 2  # lost answers shown
+_DOUBTFUL = 3  # lost answers with a doubtful grade that are shown for an undecided cell
+_ROWS_DO_NOT_HELP = (ReasonCode.FORM, ReasonCode.IDLE, ReasonCode.NOISE)  # reasons against a PASS
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ def _cell_line(findings: Findings, d: Decision) -> str:
 
 
 def _status_text(d: Decision) -> str:
-    if d.status is Status.INCONCLUSIVE and not d.waiver and d.reasons and d.reasons[0].code in _NO_MORE_ROWS:
+    if d.status is Status.INCONCLUSIVE and not d.waiver and d.reasons and d.reasons[0].code in _ROWS_DO_NOT_HELP:
         return f"{MEANS[d.standing]}, {d.reasons[0].text}"
     if d.status is not Status.FAIL or d.waiver:
         return MEANS[d.standing]
@@ -159,7 +158,7 @@ def _next_command(findings: Findings, run: Path, extras: TerminalExtras) -> Iter
     """Yield the command to type next; none if the setting may be served."""
     status, folder = findings.verdict.status, shlex.quote(str(run))
     ended = table_of(findings.provenance, LOOKS).get(ENDED)
-    blocked = any(d.reasons and d.reasons[0].code in _NO_MORE_ROWS for d in findings.verdict.gated)
+    blocked = any(d.reasons and d.reasons[0].code in _ROWS_DO_NOT_HELP for d in findings.verdict.gated)
     if status is Status.INCONCLUSIVE and ended == TIME_SPENT and extras.longer and not blocked:
         yield extras.longer
     elif status is Status.INCONCLUSIVE and extras.fetch and not blocked:
