@@ -106,7 +106,7 @@ def pair_logs(
     tables = [table.drop_duplicates(_KEY) for table in tables]
     reasons += _set_reasons(*tables)
     records = pd.concat([t.assign(arm=arm) for t, arm in zip(tables, (REFERENCE, CANDIDATE), strict=True)])
-    # a missing cluster makes the cell INVALID already; as its own cluster the item joins no other
+    # the cell is INVALID without it anyway; a cluster of its own keeps the item apart from others
     records["cluster"] = records["cluster"].fillna(records["item"])
     if lower_is_better:
         records["score"] = 1 - records["score"]

@@ -391,9 +391,6 @@ def _quadrant_panel(
     bounds: _Bounds,
 ) -> None:
     margins = findings.rules.margins
-    # in pp
-    capability_limit = -100 * min((margins[p[0].suite] for p in pairs if p[0].suite in margins), default=0.05)
-    safety_limit = -100 * min((margins[p[1].suite] for p in pairs if p[1].suite in margins), default=0.05)
     panel.axhline(0, color=INK, linewidth=0.8)
     panel.axvline(0, color=INK, linewidth=0.8)
     for capability, safety in pairs:
@@ -405,9 +402,14 @@ def _quadrant_panel(
         panel.plot([100 * x.low, 100 * x.high], [100 * y.estimate] * 2, color=hue, alpha=0.55, linewidth=1)
         panel.plot([100 * x.estimate] * 2, [100 * y.low, 100 * y.high], color=hue, alpha=0.55, linewidth=1)
         panel.plot([100 * x.estimate], [100 * y.estimate], marker=marker, color=hue, markersize=6, linestyle="")
-    low = min(bounds.low, 2 * safety_limit)
-    panel.fill_between([capability_limit, bounds.right], low, safety_limit, color=LOSS, alpha=0.13, linewidth=0)
-    panel.text(bounds.right, low, "capability holds, \nsafety does not ", ha="right", va="bottom", fontsize=8)
+    low = bounds.low
+    # for each axis the margins of its suites in pp; none for a suite that is held to a ratio
+    limits = [[-100 * margins[pair[axis].suite] for pair in pairs if pair[axis].suite in margins] for axis in (0, 1)]
+    if all(limits):
+        capability_limit, safety_limit = map(max, limits)
+        low = min(low, 2 * safety_limit)
+        panel.fill_between([capability_limit, bounds.right], low, safety_limit, color=LOSS, alpha=0.13, linewidth=0)
+        panel.text(bounds.right, low, "capability holds, \nsafety does not ", ha="right", va="bottom", fontsize=8)
     panel.set_xlim(bounds.left, bounds.right)
     panel.set_ylim(low, bounds.high)
     panel.set_xlabel("capability drift, pp")

@@ -89,11 +89,11 @@ class Length:
 
 @dataclass(frozen=True)
 class AnswerCounts:
-    """Counts of the scored conversations, and of those whose answer says nothing about the model's behaviour.
+    """Counts of the scored conversations, and of those whose answers may not show the model's behaviour.
 
     ``empty``: the answer has no text, with or without a thought; ``cut``: it has text and was cut off; ``thoughts``: it
-    begins with a thought that was graded as text. ``beside``: field of the message -> answers whose text was in that
-    field instead of the content.
+    begins with a thought that was graded as text. ``beside``: by field of the message, the answers whose text was in
+    that field instead of the content.
     """
 
     scored: int

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from kvaudit.core.facets import suite_of
+from kvaudit.core.facets import DEPLOYED, suite_of
 from kvaudit.core.text import at_length, inline
 from kvaudit.reports.page.answers import room
 from kvaudit.reports.page.findings import Findings, flips_link
@@ -15,13 +15,14 @@ from kvaudit.reports.sections.shared.words import (
     decision_note,
     effect_text,
     held_to,
+    is_serving,
     judge_marks,
     points,
     pvalue,
     rates_text,
     ratio_interval,
     ratio_text,
-    reference_label,
+    reference_of,
     suite_label,
     uncompressed_label,
     with_length,
@@ -190,8 +191,8 @@ def gate_table(findings: Findings, decisions: Sequence[Decision], *, gated: bool
     """Return the table of gated (or of other) decisions, one row each; columns that do not vary are left out."""
     sides, cells = findings.comparison, [d for d in decisions if d.gated is gated]
     columns = {"candidate": [sides.who(d.arm, d.policy) for d in cells]}
-    if len({d.estimand == "deployed" for d in cells}) > 1:
-        columns["against"] = [reference_label(sides, d) for d in cells]
+    if len({(d.estimand == DEPLOYED, is_serving(sides, d)) for d in cells}) > 1:
+        columns["against"] = [sides.who(*reference_of(sides, d)) for d in cells]
     columns["suite"] = [
         with_length(sides, suite_label(sides, d), d.context_tokens) + judge_marks(sides, suite_of(d.suite))
         for d in cells

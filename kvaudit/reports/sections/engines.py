@@ -18,7 +18,7 @@ from kvaudit.reports.records.load import FLOOR_FOLDER, RunData
 from kvaudit.reports.sections.base import Depth, Inputs, Section
 from kvaudit.reports.sections.shared.floor import FloorUnit, covering_floor, floor_at, floor_of
 from kvaudit.reports.sections.shared.tables import Table, table_of
-from kvaudit.reports.sections.shared.words import effect_text, metric_label, percent, plural, points
+from kvaudit.reports.sections.shared.words import effect_text, metric_label, percent, plural, points, reference_of
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.verdict import Decided, Decision
 
@@ -227,10 +227,7 @@ def _gate_table(units: Units, sides: Comparison, decisions: Sequence[Decision]) 
 
 def _both_floors(units: Units, sides: Comparison, d: Decision) -> Iterator[tuple[str, str]]:
     """Yield name and A/A floor, as text, of the candidate and then of the reference of a decision."""
-    uncompressed = sides.uncompressed_of(d.policy)
-    reference = (d.arm, uncompressed)
-    if sides.mode == "training":
-        reference = sides.reference, uncompressed if d.estimand == "deployed" else d.policy
+    reference = reference_of(sides, d)
     for arm, policy in ((d.arm, d.policy), reference):
         name = sides.label(policy) if arm == reference[0] == d.arm else f"{arm} @ {sides.label(policy)}"
         cells = floor_at(units, arm, policy, d.suite, d.context_tokens)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from math import isclose, isinf, log, log1p
 from typing import Any, Literal, NamedTuple
 
-from kvaudit.core.facets import PARITY, SELECTIVITY, Facet, facet_of
+from kvaudit.core.facets import DEPLOYED, PARITY, SELECTIVITY, SERVING, Facet, facet_of
 from kvaudit.core.text import length_label
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.stats.ratio import Times
@@ -315,11 +315,17 @@ def suite_label(sides: Comparison, d: Decision) -> str:
     return f"{suite}, parity" if d.estimand == PARITY else suite
 
 
-def reference_label(sides: Comparison, d: Decision | Contrast) -> str:
-    """Return arm and policy of the reference side of a difference, "ARM @ POLICY"."""
-    is_alike = sides.mode == "training" and d.estimand != "deployed"
-    policy = d.policy if is_alike else sides.uncompressed_of(d.policy)
-    return f"{sides.reference} @ {sides.label(policy)}"
+def reference_of(sides: Comparison, d: Decision | Contrast) -> tuple[str, str]:
+    """Return arm and policy of the reference side of a difference."""
+    uncompressed = sides.uncompressed_of(d.policy)
+    if is_serving(sides, d):
+        return d.arm, uncompressed
+    return sides.reference, uncompressed if d.estimand == DEPLOYED else d.policy
+
+
+def is_serving(sides: Comparison, d: Decision | Contrast) -> bool:
+    """Return whether a checkpoint under a policy is compared with itself uncompressed."""
+    return SERVING in (sides.base, d.estimand)
 
 
 class Fact(NamedTuple):
