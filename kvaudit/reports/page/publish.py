@@ -30,7 +30,8 @@ HUB_FOLDER = ".eval_results"
 _LARGEST_CARD = 4_000_000  # bytes
 _DATASET = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
-_FENCED = re.compile(r"^(`{3,}|~{3,}).*?^\1", re.MULTILINE | re.DOTALL)  # a block of code in Markdown
+# a block of code in Markdown; ```text``` on one line is none
+_FENCED = re.compile(r"^ {0,3}(`{3,}(?=[^`\n]*$)|~{3,}).*?^ {0,3}\1", re.MULTILINE | re.DOTALL)
 
 
 def public_name(model: str) -> str:

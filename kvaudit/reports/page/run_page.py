@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
-from kvaudit.core.facets import suite_of
+from kvaudit.core.facets import SERVING, suite_of
 from kvaudit.core.text import inline
 from kvaudit.reports.page import tables
 from kvaudit.reports.page.banner import run_banner
@@ -121,13 +121,10 @@ def _gate_passage(findings: Findings) -> Passage:
         for section, value in sections_in(findings.values)
         for extra in section.beside_gate(value, findings, gated)
     ]
-    is_serving = findings.comparison.mode == "serving"
-    row = (
-        f"the drift from {uncompressed_label(findings.comparison)}"
-        if is_serving
-        else "an arm's drift from the reference"
-    )
     estimands = {d.estimand for d in gated}
+    row = "an arm's drift from the reference"
+    if findings.comparison.mode == "serving" or estimands == {SERVING}:
+        row = f"the drift from {uncompressed_label(findings.comparison)}"
     served = ", both served alike" if estimands == {"alike"} else ", uncompressed" if estimands == {"deployed"} else ""
     return Passage(
         "gate",
