@@ -228,16 +228,11 @@ def draw_heatmap(findings: Findings) -> Drawing | None:
     return save(figure, "heatmap", f"{alt}; outlined cells FAIL, starred ones PASS*, hatched are undecided.")
 
 
-def status_of(
-    c: Contrast, margin: float | None, decided: Status | None = None, *, is_measurable: bool = True
-) -> Status:
-    """Return the status of a contrast: ``decided``, which the gate gave, unless that is None.
+def ungated_status(c: Contrast, margin: float | None, *, is_measurable: bool = True) -> Status:
+    """Return the status of a contrast by the gate's rule, without adjustment for multiple testing.
 
-    If it is None, the gate's rule is applied without adjustment for multiple testing. ``is_measurable`` is False if the
-    reference has nothing to lose.
+    ``is_measurable`` is False if the reference has nothing to lose.
     """
-    if decided is not None:
-        return decided
     if c.effect is None or margin is None:
         return Status.INCONCLUSIVE
     return unadjusted_status(c, margin, is_measurable=is_measurable)
@@ -267,8 +262,8 @@ def _heatmap_panel(panel: Axes, findings: Findings, group: list[Contrast], names
     for c in group:
         x, y = list(names).index(c.policy), rows.index(_heatmap_row(findings.comparison, c))
         value = c.effect.estimate if c.effect else 0.0
-        status = status_of(
-            c, suite_margin(findings, c), statuses.get(c.place), is_measurable=controls.against(c) is None
+        status = statuses.get(c.place) or ungated_status(
+            c, suite_margin(findings, c), is_measurable=controls.against(c) is None
         )
         # the greater the drift, the stronger the colour
         face = (*_rgb(LOSS if value < 0 else GAIN), min(abs(value) / _FULL, 1.0) * 0.85)
