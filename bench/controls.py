@@ -43,7 +43,7 @@ from kvaudit.core.spec import RunSpec, parse_spec
 from kvaudit.core.spec_evaluate import SuiteSpec
 from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.run import decide_run, write_report
-from kvaudit.reports.sections.base import BothSides, gated_sides
+from kvaudit.reports.sections.churn import BothSides, gated_sides
 from kvaudit.reports.verdict.sizes import Design, pass_chance
 from kvaudit.reports.verdict.verdict import Decision, Status, Verdict
 from kvaudit.suites.base import SUITES, Suite

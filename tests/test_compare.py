@@ -33,7 +33,7 @@ INSPECT = [LOGS / f"{name}-deflated.eval" for name in ("reference", "candidate")
 def sides(a, b, cluster=None, **options):
     rule = cluster_rule(cluster) if cluster else None
     logs = [read_log(Path(path), Request(rule)) for path in (a, b)]
-    return Sides(*logs, own_clusters=rule is not None, **options)
+    return Sides(*logs, clusters_given=rule is not None, **options)
 
 
 def table(path, rows, header="item,cluster,score"):

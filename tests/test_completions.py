@@ -104,7 +104,7 @@ def test_a_refusal_beside_the_content_counts_as_said_and_the_record_says_where(w
     done, _ = world.probe(beside, plan=SMALL, shown=True)
     assert done.exit_code == 0, done.output
     assert {(record.score, record.said_in) for record in world.records()} == {(1.0, "refusal")}
-    assert "words: of 12 of 12 answers in refusal, not in a plain content" in done.stdout
+    assert "fields: 12 of 12 answers have their text in refusal, not in content" in done.stdout
 
 
 def test_a_judge_reads_its_word_in_parts_and_behind_a_thought() -> None:
@@ -178,7 +178,7 @@ def test_an_answer_scores_alike_with_both_tags_with_one_and_with_a_field_of_its_
 @pytest.mark.parametrize("before", ["<think>I cannot help</think>", "I cannot help\n</think>\n"])
 def test_a_thought_that_was_graded_as_said_is_a_remark(world: World, before: str) -> None:
     done, _ = world.probe(lambda _: completion(f"{before}Sure."), plan=SMALL, shown=True)
-    assert "thoughts: 12 of 12 answers begin with a thought that was graded as said" in done.stdout
+    assert "thoughts: 12 of 12 answers begin with a thought that was graded as part of the answer" in done.stdout
     assert "think: strip" in " ".join(done.stdout.split())
 
 

@@ -423,6 +423,18 @@ def test_marks_in_a_block_of_code_are_an_example() -> None:
     assert extract_section(card, "card") == "new\n"
 
 
+def test_code_on_one_line_begins_no_example() -> None:
+    card = "```pip install it```\n{}\n```\nof code\n```\n"
+    section = f"{BEGIN}\nold\n{END}\n"
+    assert extract_section(card.format(section), "card") == "old\n"
+    assert insert_section(card.format(section), "new\n", "card") == card.format(f"{BEGIN}\nnew\n{END}\n")
+
+
+def test_marks_in_an_indented_example_do_not_count() -> None:
+    example = f"1. like this\n\n   ```\n{BEGIN}\n{END}\n   ```\n"
+    assert insert_section(example, "new\n", "card") == f"{example}\n{BEGIN}\nnew\n{END}\n"
+
+
 def test_the_card_of_a_changed_run_is_refused(run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(run, copy)

@@ -145,7 +145,7 @@ def test_conversations_become_ordinary_records(world: World) -> None:
     assert {(record.arm, record.policy, record.checkpoint) for record in records} == {
         ("endpoint", "unknown", "unknown")
     }
-    assert "every second answer was the first one's, word for word" in done.stdout
+    assert "every second answer equals the first one, word for word" in done.stdout
 
 
 def test_a_killed_probe_asks_only_what_was_not_answered(world: World) -> None:

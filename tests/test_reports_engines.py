@@ -116,8 +116,9 @@ def test_every_format_of_a_run_of_engines_can_be_written(tmp_path: Path) -> None
     assert "nan" not in page.lower().replace("finance", "")
 
 
-def test_what_is_published_names_no_address_of_a_server(tmp_path: Path) -> None:
-    one, other = (f"endpoint:base_url=http://10.1.2.3:{port}/my_team/v1,model=m" for port in (8001, 8002))
+@pytest.mark.parametrize("ports", [(8001, 8002), (80, 8001)])  # the first address may be the beginning of the second
+def test_what_is_published_names_no_address_of_a_server(tmp_path: Path, ports: tuple[int, int]) -> None:
+    one, other = (f"endpoint:base_url=http://10.1.2.3:{port}/my_team/v1,model=m" for port in ports)
     design = replace(served(one, other), references={one: other}, wrong={one: range(40), other: range(0)})
     run = synthetic.build(tmp_path / "run", design)
     write_report(run)
@@ -125,11 +126,14 @@ def test_what_is_published_names_no_address_of_a_server(tmp_path: Path) -> None:
     published += hub_results(page_of(decide_run(load_run(run))), "base", "org/name").values()
     for text in published:
         assert "10.1.2.3" not in text
+        assert "team" not in text
         assert "server-1" in text
     assert "10.1.2.3:8001" in (run / "report" / "disclosure.json").read_text()
 
 
-@pytest.mark.parametrize("path", ["/home/anna/secret-project/qwen", "/a/" + "long-folder/" * 9 + "qwen"])
+@pytest.mark.parametrize(
+    "path", ["/home/anna/secret-project/qwen", "/home/anna/prüfung/qwen", "/a/" + "long-folder/" * 9 + "qwen"]
+)
 def test_what_is_published_names_no_folder(tmp_path: Path, path: str) -> None:
     run = synthetic.build(tmp_path / "run", served(U4, F32))
     noted = json.loads((run / "provenance.json").read_text())

@@ -7,9 +7,16 @@ import pytest
 from reports_synthetic import Design, build, policy, redecided, reruled
 from scipy import stats
 
+from kvaudit.reports.page.answers import answers, change_text
+from kvaudit.reports.page.banner import describe_cell
+from kvaudit.reports.page.disclosure import findings_of_arm
+from kvaudit.reports.page.plots import draw_quadrant
 from kvaudit.reports.page.remarks import remarks
+from kvaudit.reports.page.run_page import page_of
+from kvaudit.reports.page.tables import gate_table
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run
+from kvaudit.reports.sections.shared.words import reference_of
 from kvaudit.reports.stats.clustered import cr3_effect
 from kvaudit.reports.stats.signflip import holm, max_t_groups, studentised
 from kvaudit.reports.verdict.contrast import ClusterSums
@@ -311,9 +318,61 @@ def test_parity_needs_both_sides(tmp_path):
     assert naive.status is Status.FAIL  # a gain beyond the margin is no parity
     assert naive.reasons[0].text.startswith("gain detected")
     assert "non-inferior: shown, non-superior: FAIL" in naive.statement
+    assert change_text(gains.comparison, naive).endswith(" of 600, limit +5, up to +12.9")
     assert smd.status is Status.PASS
     assert smd.statement == "parity within 5 pp, non-inferior: shown, non-superior: shown"
+    assert change_text(gains.comparison, smd).endswith(" of 600, limit -5, up to -3.4")
+    assert [answer.line for answer in answers(gains) if not answer.groups] == ["Not asked."] * 2
     assert not find(verdict, "parity", suite="refusal")
+
+
+def test_a_facet_of_a_capability_suite_that_fails_is_no_failure_of_safety(tmp_path):
+    facets = {"math": ("solved",), "refusal": ("unsafe",)}
+    margins = {"math": 50, "math.solved": 1, "refusal": 50, "refusal.unsafe": 50}
+    more = {"primary": ("none",), "arms": ("dense", "naive"), "facets": facets, "margins": margins}
+    worse_at_maths = report_of(tmp_path, **more, drops={("naive", "math"): 0.2})
+    [naive] = worse_at_maths.verdict.arms
+    assert {suite for suite, status in naive.suites.items() if status is Status.FAIL} == {"math.solved"}
+    page = page_of(worse_at_maths)
+    [passage] = [section for section in page.sections if section.anchor == "parity"]
+    assert passage.finding == "Capability passes and safety fails: in no arm."
+
+
+def test_a_served_reference_is_compared_with_itself_uncompressed(tmp_path):
+    more = {"arms": ("dense", "naive"), "primary": (SNAP,), "suites": ("refusal",), "margins": {"refusal": 5}}
+    report = report_of(tmp_path, **more, estimands=("serving", "alike", "deployed"))
+    table = gate_table(report, report.verdict.decisions, gated=True)
+    assert [row[:2] for row in table.rows] == [
+        ("dense @ snapkv 96", "dense @ none"),
+        ("naive @ snapkv 96", "dense @ snapkv 96"),
+        ("naive @ snapkv 96", "dense @ none"),
+    ]
+    described = [describe_cell(report, d).partition(":")[0] for d in report.verdict.gated]
+    assert described[0] == "refusal at 192 tokens, dense served under snapkv 96 against the same model under none"
+    assert [reference_of(report.comparison, d) for d in report.verdict.gated] == [
+        ("dense", "none"),
+        ("dense", SNAP),
+        ("dense", "none"),
+    ]
+
+
+def test_no_corner_of_the_quadrant_is_shaded_for_suites_without_a_margin(plain):
+    corner = "capability holds"
+    assert corner in draw_quadrant(plain).svg
+    rules = dataclasses.replace(plain.rules, margins={})
+    assert corner not in draw_quadrant(dataclasses.replace(plain, rules=rules)).svg
+
+
+def test_the_card_of_an_arm_quotes_the_cell_with_the_lowest_bound_as_the_run_does(plain):
+    def nudged(d, estimate, lower):
+        return dataclasses.replace(d, effect=dataclasses.replace(d.effect, estimate=estimate, lower=lower))
+
+    cells = find(plain.verdict, "alike", arm="smd")
+    assert len({d.status for d in cells}) == 1
+    first, second, *others = cells
+    decisions = (nudged(first, -0.04, -0.05), nudged(second, -0.03, -0.09), *(nudged(d, 0.0, -0.01) for d in others))
+    found = dataclasses.replace(plain, verdict=dataclasses.replace(plain.verdict, decisions=decisions))
+    assert findings_of_arm(found, "smd").verdict.head == decisions[1]
 
 
 def test_estimands_have_margins_of_their_own(tmp_path):

@@ -202,9 +202,14 @@ def test_a_cell_does_not_pass_on_what_a_judge_is_unsure_of(easy):
 
 def test_an_open_verdict_shows_three_losses_that_the_judge_is_unsure_of(easy):
     data = unsure_of(easy, "smd", 0.6)
-    lines = terminal_lines(with_report_sections(data, decide_run(data)))
+    found = with_report_sections(data, decide_run(data))
+    lines = terminal_lines(found)
     place = lines.index("the judge is unsure of 144 of 240 answers of refusal; people can decide")
     assert [line.partition(":")[0] for line in lines[place + 1 : place + 4]] == ["doubtful loss"] * 3
+    elsewhere = {
+        "examples": tuple(dataclasses.replace(e, policy="streaming:budget=9") for e in found.values["examples"])
+    }
+    assert not any("doubtful loss" in line for line in terminal_lines(dataclasses.replace(found, values=elsewhere)))
     assert len(lines) <= MOST_TERMINAL_LINES
     assert not any("unsure" in line for line in terminal_lines(with_report_sections(easy, decide_run(easy))))
 

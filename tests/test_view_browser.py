@@ -499,6 +499,21 @@ def test_a_missing_file_of_texts_is_said(chromium: Any, view: Path, tmp_path: Pa
     page.close()
 
 
+def test_a_file_of_texts_that_was_cut_off_is_read_once_and_said(chromium: Any, view: Path, tmp_path: Path) -> None:
+    shutil.copytree(view, tmp_path / "cut")
+    file = tmp_path / "cut" / "data" / "texts-0.js"
+    file.write_bytes(file.read_bytes()[:1000])
+    page = chromium.new_page()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(f"{(tmp_path / 'cut').as_uri()}/index.html#text=heron")
+    page.wait_for_selector("#trouble:not([hidden])")
+    page.wait_for_selector("#reading", state="hidden")
+    assert page.inner_text("#trouble").startswith("data/texts-0.js is missing or cannot be read")
+    assert sum("texts-0" in url for url in asked) == 1
+    page.close()
+
+
 def test_names_beside_many_columns_of_the_reports_grid_are_not_broken_into_letters(chromium: Any) -> None:
     template = files("kvaudit.reports.page.formats").joinpath("report.html.j2").read_text()
     style = template.partition("<style>")[2].partition("</style>")[0]

@@ -179,7 +179,7 @@ MOVED = {
     "reports.stats.signed_rank": "reports.stats.slope",
     "reports.stats.churn": "reports.stats.power",
     "reports.sections.shared.facts": "reports.sections.shared.words",
-    "reports.sections.shared.both_sides": "reports.sections.base",
+    "reports.sections.shared.both_sides": "reports.sections.churn",
     "reports.records.readers.clusters": "reports.records.readers.base",
     "suites.catalogue": "suites.sources",
     "suites.published": "suites.base",

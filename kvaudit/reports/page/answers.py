@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import isinf
+from math import inf, isinf
 
-from kvaudit.core.facets import DEPLOYED, SERVING, WORST, suite_of
+from kvaudit.core.facets import DEPLOYED, PARITY, SERVING, WORST, suite_of
 from kvaudit.core.text import at_length, inline, join_names, length_label
 from kvaudit.reports.sections.shared.words import event_rates, facet_of_metric, plural, shorten
 from kvaudit.reports.stats.betting import METHOD as BETTING
@@ -94,8 +94,10 @@ class Answer:
     @property
     def line(self) -> str:
         """The whole answer as one sentence."""
+        if not self.groups:
+            return "Not asked."
         text = self.scope + "; ".join(group.line for group in self.groups)
-        return f"{text[0].upper()}{text[1:]}." if text else "Not asked."
+        return f"{text[0].upper()}{text[1:]}."
 
 
 def answers(decided: Decided) -> tuple[Answer, ...]:
@@ -191,10 +193,19 @@ def severity_order(sides: Comparison) -> Callable[[Decision], tuple[int, int, fl
     def key(d: Decision) -> tuple[int, int, float]:
         facet = facet_of_metric(sides, d.suite)
         place = 2 if facet is None else 0 if facet.kind == "safety" else 1
-        # lower + margin is the distance to the margin, negative beyond it
-        return PRECEDENCE.index(d.standing), place, (d.effect.lower if d.effect else -1.0) + (d.margin or 0.0)
+        return PRECEDENCE.index(d.standing), place, room(d)
 
     return key
+
+
+def room(d: Decision) -> float:
+    """Return how far a cell's confidence bound is from its margin, in score units: negative beyond it.
+
+    Minus infinity without a number. Under "parity", which limits drift to either side, it is the smaller of two.
+    """
+    if d.effect is None:
+        return -inf
+    return (min(d.effect.lower, -d.effect.upper) if d.estimand == PARITY else d.effect.lower) + (d.margin or 0.0)
 
 
 def _reason_texts(sides: Comparison, d: Decision) -> tuple[str, str]:
@@ -234,10 +245,10 @@ def change_text(sides: Comparison, d: Decision) -> str:
 
 def limit_text(sides: Comparison, d: Decision) -> str:
     """Return the limit and the confidence bound compared with it, in percentage points: "limit +5, up to +10.1"."""
-    limit, upper = _limit_and_bound(sides, d)
+    limit, bound = _limit_and_bound(sides, d)
     if d.effect is not None and d.effect.method == BETTING and d.status is Status.FAIL:
         return f"limit {limit}, at least {_sign(sides, d) * d.effect.upper:+.1f}"
-    return f"limit {limit}, up to {upper}"
+    return f"limit {limit}, up to {bound}"
 
 
 def cell_title(sides: Comparison, d: Decision) -> str:
@@ -278,6 +289,8 @@ def _limit_and_bound(sides: Comparison, d: Decision) -> tuple[str, str]:
         counted_as = "" if sign < 0 else " the misses"  # a ratio always counts the unwanted outcome
         upper = "any multiple" if isinf(d.ratio.times.upper) else f"{d.ratio.times.upper:.2f} x"
         return f"{d.ratio.limit:g} x{counted_as}", upper
+    if d.estimand == PARITY and -d.effect.upper < d.effect.lower:  # nearer to the limit on a gain
+        return f"{sign * (d.margin or 0.0):+g}", f"{sign * d.effect.upper:+.1f}"
     return f"{-sign * (d.margin or 0.0):+g}", f"{sign * d.effect.lower:+.1f}"
 
 

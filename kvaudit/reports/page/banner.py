@@ -19,6 +19,7 @@ from kvaudit.reports.sections.shared.words import (
     exceeds_margin,
     has_little_to_lose,
     held_to,
+    is_serving,
     percent,
     plural,
     points,
@@ -108,7 +109,7 @@ def describe_cell(findings: Decided, d: Decision) -> str:
     who = f"{d.arm} against {sides.reference}, both served under {policy}"
     if d.estimand == "deployed":
         who = f"{d.arm} served under {policy} against {sides.reference} served under {plain}"
-    if sides.mode == "serving":
+    if is_serving(sides, d):
         who = f"{d.arm} served under {policy} against the same model under {plain}"
     rates_note = f" Rates: {rates_text(sides, d)}." if has_little_to_lose(d) else ""
     return inline(

@@ -7,7 +7,7 @@ metrics count as two judges of the same answers: the worse verdict counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,13 +41,13 @@ DEFAULT_MARGIN, DEFAULT_ALPHA = 5.0, 0.05  # pp, one-sided level
 
 @dataclass(frozen=True)
 class Sides:
-    """The two result files as read, and the options of reading them. ``own_clusters``: the user named the clusters."""
+    """The two result files as read, and the options of reading them. ``clusters_given``: by the user, as --cluster."""
 
     reference: Log
     candidate: Log
     lower_is_better: bool = False
     higher_is_better: bool = False
-    own_clusters: bool = False
+    clusters_given: bool = False
 
     @property
     def names(self) -> tuple[str, str]:
@@ -101,7 +101,7 @@ def read_sides(
         candidate_log,
         lower_is_better=lower_is_better,
         higher_is_better=higher_is_better,
-        own_clusters=rule is not None,
+        clusters_given=rule is not None,
     )
 
 
@@ -167,12 +167,19 @@ def compare(
     direction = direction_of(
         (sides.reference, sides.candidate), metric, lower=sides.lower_is_better, higher=sides.higher_is_better
     )
-    how = {"lower_is_better": direction.lower_is_better, "own_clusters": sides.own_clusters}
-    pairs = pair_logs(sides.reference, sides.candidate, metric, **how)
+    pairs = pair_logs(
+        sides.reference,
+        sides.candidate,
+        metric,
+        lower_is_better=direction.lower_is_better,
+        clusters_given=sides.clusters_given,
+    )
     if items_are_independent and pairs.unclustered is None:
         raise SpecError("--items-are-independent: the files name clusters; remove the option")
     records, seeds = _seeds(pairs.records)
     comparison = _comparison(sides.title, records, seeds)
+    _check_names(comparison, margins or {}, "--margin")
+    _check_names(comparison, ratios or {}, "--ratio")
     drift = Drift(
         run=sides.title,
         comparison=comparison,
@@ -187,7 +194,7 @@ def compare(
     rules = Rules(
         alpha=alpha,
         margins=_margins(comparison, records, margin, margins or {}, ratios or {}),
-        ratios=_ratios(comparison, ratios or {}),
+        ratios=_in_order(comparison, ratios or {}),
         primary=(DENSE_POLICY,),
         contexts=comparison.contexts,
         estimands=("alike",),
@@ -302,13 +309,12 @@ def _margins(
     ``by_name`` and ``ratios`` are what the user gave by name. In a suite that has neither, ``margin`` holds for every
     metric of ``_deciding_metrics``.
     """
-    names = _checked_names(comparison, by_name, "--margin")
     points = dict(by_name)
     for suite in comparison.suites:
         if suite not in points and suite not in ratios:
             metrics = [metric for metric in _deciding_metrics(records, suite) if metric not in ratios]
             points = {**dict.fromkeys(metrics, margin), **points}
-    return {name: points[name] / 100 for name in names if name in points}
+    return {name: value / 100 for name, value in _in_order(comparison, points).items()}
 
 
 def _deciding_metrics(records: pd.DataFrame, suite: str) -> list[str]:
@@ -331,20 +337,16 @@ def _deciding_metrics(records: pd.DataFrame, suite: str) -> list[str]:
     return [f"{suite}.{name}" for name in (*deciding, WELL_FORMED)]
 
 
-def _ratios(comparison: Comparison, by_name: Mapping[str, float]) -> dict[str, float]:
-    return {name: by_name[name] for name in _checked_names(comparison, by_name, "--ratio") if name in by_name}
-
-
-def _checked_names(comparison: Comparison, by_name: Iterable[str], option: str) -> tuple[str, ...]:
-    """Return the names of all suites and facets; raises UnknownName if a name given by the user is none of them.
-
-    ``by_name`` are the names that the user gave, ``option`` is the command-line option that the error mentions.
-    """
+def _check_names(comparison: Comparison, by_name: Mapping[str, float], option: str) -> None:
+    """Raise UnknownName for a name in the command-line ``option`` that is neither a suite nor a facet."""
     names = (*comparison.suites, *comparison.facets)
     for name in by_name:
         if name not in names:
             raise UnknownName(f"suite or facet in {option}", name, names)
-    return names
+
+
+def _in_order(comparison: Comparison, by_name: Mapping[str, float]) -> dict[str, float]:
+    return {name: by_name[name] for name in (*comparison.suites, *comparison.facets) if name in by_name}
 
 
 def compare_judges(first: MetricComparison, second: MetricComparison) -> TwoJudges:

@@ -101,20 +101,9 @@ def facets_table(compared: MetricComparison) -> Table:
 
 def judges_table(two_judges: TwoJudges) -> Table:
     """Return the table of drift and verdict under each judge, for the cells that both have."""
-    rows = []
     second = {(d.suite, d.context_tokens): d for d in two_judges.second.verdict.gated}
-    for d in two_judges.first.verdict.gated:
-        second_cell = second.get((d.suite, d.context_tokens))
-        if second_cell:
-            rows.append(
-                [
-                    d.suite,
-                    effect_text(d.effect),
-                    effect_text(second_cell.effect),
-                    d.status.value,
-                    second_cell.status.value,
-                ]
-            )
+    pairs = [(d, e) for d in two_judges.first.verdict.gated if (e := second.get((d.suite, d.context_tokens)))]
+    rows = [[d.suite, *(effect_text(c.effect) for c in (d, e)), d.status.value, e.status.value] for d, e in pairs]
     first, last = two_judges.first.metric, two_judges.second.metric
     return table_of(["suite", f"under {first}", f"under {last}", f"verdict, {first}", f"verdict, {last}"], rows)
 
@@ -186,7 +175,7 @@ def comparison_sections(compared: MetricComparison, two: TwoJudges | None = None
             first=True,
         )
         sections.insert(1, judges)
-    return [section for section in sections if any(section.tables) or section.notes]
+    return [section for section in sections if section.has_content]
 
 
 def _files_table(logs: Sequence[Log]) -> Table:

@@ -83,18 +83,18 @@ def _unshared_metrics(a: Log, b: Log) -> list[tuple[str, list[str]]]:
 
 
 def pair_logs(
-    a: Log, b: Log, metric: str, *, lower_is_better: bool = False, own_clusters: bool = False
+    a: Log, b: Log, metric: str, *, lower_is_better: bool = False, clusters_given: bool = False
 ) -> PairedScores:
     """Return the paired rows of one metric; ``a`` is the reference file, ``b`` the candidate.
 
-    ``own_clusters``: the user named the clusters (--cluster). Raises DataError for scores outside [0, 1], SpecError if
-    --cluster matches nothing.
+    ``clusters_given``: the user named the clusters by --cluster. Raises DataError for scores outside [0, 1], SpecError
+    if --cluster matches nothing.
     """
     check_scale(a, b, metric)
     tables = [log.rows[log.rows["metric"] == metric].drop(columns="metric") for log in (a, b)]
     reasons, notes = list(_log_reasons(a, b)), list(_log_notes(a, b, metric))
     tables = _unify_suite_names(tables, a)
-    tables, cluster_notes = _fill_clusters(tables, own_clusters=own_clusters)
+    tables, cluster_notes = _fill_clusters(tables, clusters_given=clusters_given)
     is_unclustered = all(table["cluster"].equals(table["item"]) for table in tables)
     if not is_unclustered and all(table["cluster"].nunique() == table["item"].nunique() for table in tables):
         cluster_notes.append("Every item is its own cluster, so all items were treated as independent.")
@@ -106,7 +106,7 @@ def pair_logs(
     tables = [table.drop_duplicates(_KEY) for table in tables]
     reasons += _set_reasons(*tables)
     records = pd.concat([t.assign(arm=arm) for t, arm in zip(tables, (REFERENCE, CANDIDATE), strict=True)])
-    # a missing cluster makes the cell INVALID already; as its own cluster the item joins no other
+    # the cell is INVALID without it anyway; a cluster of its own keeps the item apart from others
     records["cluster"] = records["cluster"].fillna(records["item"])
     if lower_is_better:
         records["score"] = 1 - records["score"]
@@ -201,14 +201,14 @@ def _unify_suite_names(tables: list[pd.DataFrame], a: Log) -> list[pd.DataFrame]
     return [table.assign(suite=table["suite"].where(table["suite"] != ONE_SUITE, UNNAMED_SUITE)) for table in tables]
 
 
-def _fill_clusters(tables: list[pd.DataFrame], *, own_clusters: bool) -> tuple[list[pd.DataFrame], list[str]]:
+def _fill_clusters(tables: list[pd.DataFrame], *, clusters_given: bool) -> tuple[list[pd.DataFrame], list[str]]:
     """Return the tables with a cluster in every row, and notes; a file without clusters takes them from the other file.
 
     If neither file has clusters, each item becomes a cluster of its own. Raises SpecError if the user named clusters
     and a file has none.
     """
     has_clusters = [bool(table["cluster"].notna().any()) for table in tables]
-    if own_clusters and not all(has_clusters):
+    if clusters_given and not all(has_clusters):
         raise SpecError("--cluster matches no row of a file; give a field of its rows, re:PATTERN or file:MAP.csv")
     if not any(has_clusters):
         return [table.assign(cluster=table["item"]) for table in tables], []
@@ -318,7 +318,7 @@ def _some_names(names: Sequence[str]) -> str:
     return join_names(str(name)[:80] for name in names)
 
 
-# words that begin so name something of which less is better
+# a word that begins with one of these names a harm or an error, of which less is better
 _HARMS = (
     *("abuse", "abusive", "adversar", "agentharm", "attack", "backdoor", "bias", "blackmail", "breach", "bypass"),
     *("cheat", "coerc"),
@@ -337,7 +337,7 @@ _HARMS_WHOLE = {"asr", "bpb", "cer", "ece", "fnr", "fpr", "lie", "lies", "loss",
     *("risk", "rmse", "ter", "wer")
 }
 _GIVE_DIRECTION = "give --lower-is-better if 1 is the harm, --higher-is-better if 1 is desired"
-_NO_HARMS = ("extractive", "failsafe", "hackathon", "harmless")  # begin like a harm and mean something else
+_NO_HARMS = ("extractive", "failsafe", "hackathon", "harmless")  # exceptions: they mean something else
 # parts of the names of tasks in which more right answers are better
 _HARMLESS_TASKS = re.compile(r"human_sexuality|web_of_lies|translation_error_detection")
 # metrics of which more is better, whole and in ``_plain_name``; every other metric has no known direction
@@ -347,7 +347,7 @@ _WANTED = re.compile(
     r"|((macro|micro)_)?f1(_(macro|micro|score))?|precision|recall|(pass|maj)_(at_)?(k|\d+)"
     r"|rouge(_?(1|2|l|l_?sum))?(_acc|_max)?|(sacre)?bleu(_[1-4])?(_acc|_max)?|chrf|meteor"
 )
-# what harnesses call any outcome: wanted where a suite or task is named, and not after a harm
+# names for any outcome, of which more is better if suite or task are named, and not after a harm
 _OUTCOMES = {
     *("answer", "choice", "contains", "correct", "correctness", "includes", "is_correct", "match", "model_graded_fact"),
     *("model_graded_qa", "multiple_choice", "pattern", "resolved", "solved"),

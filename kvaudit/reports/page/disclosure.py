@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 from kvaudit.core.policy_names import DENSE_POLICY, engine_name, engine_settings, match_policies
 from kvaudit.core.provenance import RECIPE_SECTIONS, engine_facts, recipe_digests, table_of
-from kvaudit.core.spec import UNKNOWN as UNSAID
+from kvaudit.core.spec import UNKNOWN as NOT_DECLARED
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.core.text import at_length
+from kvaudit.reports.page.answers import room
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.remarks import blind_spot_line, limits, remarks
@@ -139,8 +140,8 @@ def findings_of_arm(findings: Findings, arm: str) -> Findings:
     verdict = findings.verdict
     decisions = tuple(d for d in verdict.decisions if d.arm == arm)
     arm_verdict = next((a for a in verdict.arms if a.arm == arm), None)
-    # the headline has the worst status, then no number or the least room above the margin
-    rank = {n: (PRECEDENCE.index(d.standing), _room(d)) for n, d in enumerate(decisions) if d.gated}
+    # as in a run's verdict, the headline has the worst status, then the least room to the margin
+    rank = {n: (PRECEDENCE.index(d.standing), room(d)) for n, d in enumerate(decisions) if d.gated}
     narrowed = replace(
         verdict,
         status=arm_verdict.status if arm_verdict else verdict.status,
@@ -153,10 +154,6 @@ def findings_of_arm(findings: Findings, arm: str) -> Findings:
     reference = findings.comparison.reference
     values = {section.name: section.of_arm(value, arm, reference) for section, value in sections_in(findings.values)}
     return replace(findings, verdict=narrowed, values=values)
-
-
-def _room(d: Decision) -> float:
-    return d.effect.estimate + (d.margin or 0.0) if d.effect else float("-inf")
 
 
 def _arm_disclosure(disclosure: Disclosure, run_findings: Findings, findings: Findings, arm: str) -> Disclosure:
@@ -259,7 +256,7 @@ def _recipe(findings: Findings, arm: str) -> ArmRecipe:
         return ArmRecipe(arm, "base", {"rollouts": NOT_APPLICABLE}, {}, {})
     config, recipe = _shared_entries(checkpoints, "config"), _shared_entries(checkpoints, "recipe")
     declared = table_of(table_of(findings.provenance, "declared"), arm)
-    declared = {key: value for key, value in declared.items() if value != UNSAID}
+    declared = {key: value for key, value in declared.items() if value != NOT_DECLARED}
     # the checkpoint's provenance takes precedence over the spec's declaration
     recipe, config = {**declared, **recipe}, {**declared, "suites": declared.get("trained_on"), **config}
     digests_by_place = table_of(findings.provenance, "checkpoints")  # keys are ARM/SEED
@@ -394,9 +391,9 @@ def _rollouts_not_served(findings: Findings) -> Fact:
             checkpoints = [checkpoint for (name, _), checkpoint in findings.checkpoints.items() if name == arm]
             recipes = [table_of(checkpoint, "recipe") for checkpoint in checkpoints]
             rollouts += [recipe.get("rollouts") for recipe in recipes or [table_of(declared, arm)]]
-    names = sorted({str(text) for text in rollouts if text not in (None, UNSAID)})
+    names = sorted({str(text) for text in rollouts if text not in (None, NOT_DECLARED)})
     not_served = sorted(set(match_policies(names, policies)) - set(policies))
-    if not not_served and any(text in (None, UNSAID) for text in rollouts):
+    if not not_served and any(text in (None, NOT_DECLARED) for text in rollouts):
         return UNKNOWN
     return fact_of(not_served) if not_served else NOT_APPLICABLE
 

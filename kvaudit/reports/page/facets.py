@@ -1,4 +1,4 @@
-"""What is behind a change of a score: how often each facet (a yes-or-no property of an answer) occurred on both sides.
+"""How often each facet (a yes-or-no property of an answer) occurred on both sides, to explain a change of a score.
 
 A score alone hides this, since errors in opposite directions cancel in it and unreadable answers are mixed in. Each
 facet is counted as the event that its name states, even if the gate counts the opposite: "unsafe 5.6 to 9.1 %", not
@@ -23,7 +23,7 @@ from kvaudit.reports.sections.shared.words import (
     judge_marks,
     plural,
     points,
-    reference_label,
+    reference_of,
     with_length,
 )
 from kvaudit.reports.verdict.comparison import Comparison
@@ -250,7 +250,6 @@ def gated_events(findings: Decided) -> list[Event]:
 
 
 def _is_listed(findings: Decided, e: Event) -> bool:
-
     return e.facet.kind == "safety" or e.moved in (WORSE, BETTER) or findings.rules.has_limit(e.contrast.suite)
 
 
@@ -279,7 +278,7 @@ def facet_table(findings: Findings) -> Table:
     suites = [with_length(sides, e.suite, e.contrast.context_tokens) + judge_marks(sides, e.suite) for e in events]
     columns = {"suite": suites, "candidate": [sides.who(c.arm, c.policy) for c in contrasts]}
     if len({c.estimand for c in contrasts}) > 1:
-        columns["against"] = [reference_label(sides, c) for c in contrasts]
+        columns["against"] = [sides.who(*reference_of(sides, c)) for c in contrasts]
     words = len(columns) + 1
     cells = [event_row(e) for e in events]
     columns |= {header: [row[place] for row in cells] for place, header in enumerate(EVENT_HEADERS)}

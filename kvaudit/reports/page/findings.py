@@ -42,10 +42,7 @@ class Findings(Decided):
 
 
 def contrasts_with_pages(data: RunData) -> frozenset[str]:
-    """Return the kinds of contrast whose flips (items with differing answers) have pages in the run folder.
-
-    Empty if no such pages were written.
-    """
+    """Return the kinds of contrast whose flips (items with differing answers) have pages in the run folder, if any."""
     return kinds_shown(data) if (Path(data.run) / "view" / "index.html").is_file() else frozenset()
 
 
@@ -77,9 +74,8 @@ def flip_link(findings: Findings, example: Example) -> str:
 
 
 def _linked_estimand(sides: Comparison, estimand: str, policy: str) -> str:
-    """Return the kind of difference under whose name the pages list a cell's flips (items with differing answers).
+    """Return the kind of difference under whose name the pages list a cell's flips.
 
-    It is ``estimand`` itself, but "alike" for "deployed" under an uncompressed policy, where both are the same
-    difference.
+    It is "alike" for "deployed" under an uncompressed policy, where both are the same difference, else ``estimand``.
     """
     return "alike" if estimand == "deployed" and sides.is_uncompressed(policy) else estimand

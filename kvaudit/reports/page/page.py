@@ -192,7 +192,7 @@ def _cell(findings: Findings, d: Decision | None) -> GridCell | None:
     )
 
 
-def grid_table(grid: Grid, n_rows: int = MOST_GRID_ROWS) -> Table:
+def grid_table(grid: Grid, n_rows: int) -> Table:
     """Return the ``n_rows`` worst rows of the grid as plain text, in the order of the grid."""
 
     def severity(place: int) -> int:

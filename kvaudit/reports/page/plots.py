@@ -228,16 +228,11 @@ def draw_heatmap(findings: Findings) -> Drawing | None:
     return save(figure, "heatmap", f"{alt}; outlined cells FAIL, starred ones PASS*, hatched are undecided.")
 
 
-def status_of(
-    c: Contrast, margin: float | None, decided: Status | None = None, *, is_measurable: bool = True
-) -> Status:
-    """Return the status of a contrast: ``decided``, which the gate gave, unless that is None.
+def ungated_status(c: Contrast, margin: float | None, *, is_measurable: bool = True) -> Status:
+    """Return the status of a contrast by the gate's rule, without adjustment for multiple testing.
 
-    If it is None, the gate's rule is applied without adjustment for multiple testing. ``is_measurable`` is False if the
-    reference has nothing to lose.
+    ``is_measurable`` is False if the reference has nothing to lose.
     """
-    if decided is not None:
-        return decided
     if c.effect is None or margin is None:
         return Status.INCONCLUSIVE
     return unadjusted_status(c, margin, is_measurable=is_measurable)
@@ -267,8 +262,8 @@ def _heatmap_panel(panel: Axes, findings: Findings, group: list[Contrast], names
     for c in group:
         x, y = list(names).index(c.policy), rows.index(_heatmap_row(findings.comparison, c))
         value = c.effect.estimate if c.effect else 0.0
-        status = status_of(
-            c, suite_margin(findings, c), statuses.get(c.place), is_measurable=controls.against(c) is None
+        status = statuses.get(c.place) or ungated_status(
+            c, suite_margin(findings, c), is_measurable=controls.against(c) is None
         )
         # the greater the drift, the stronger the colour
         face = (*_rgb(LOSS if value < 0 else GAIN), min(abs(value) / _FULL, 1.0) * 0.85)
@@ -391,9 +386,6 @@ def _quadrant_panel(
     bounds: _Bounds,
 ) -> None:
     margins = findings.rules.margins
-    # in pp
-    capability_limit = -100 * min((margins[p[0].suite] for p in pairs if p[0].suite in margins), default=0.05)
-    safety_limit = -100 * min((margins[p[1].suite] for p in pairs if p[1].suite in margins), default=0.05)
     panel.axhline(0, color=INK, linewidth=0.8)
     panel.axvline(0, color=INK, linewidth=0.8)
     for capability, safety in pairs:
@@ -405,9 +397,14 @@ def _quadrant_panel(
         panel.plot([100 * x.low, 100 * x.high], [100 * y.estimate] * 2, color=hue, alpha=0.55, linewidth=1)
         panel.plot([100 * x.estimate] * 2, [100 * y.low, 100 * y.high], color=hue, alpha=0.55, linewidth=1)
         panel.plot([100 * x.estimate], [100 * y.estimate], marker=marker, color=hue, markersize=6, linestyle="")
-    low = min(bounds.low, 2 * safety_limit)
-    panel.fill_between([capability_limit, bounds.right], low, safety_limit, color=LOSS, alpha=0.13, linewidth=0)
-    panel.text(bounds.right, low, "capability holds, \nsafety does not ", ha="right", va="bottom", fontsize=8)
+    low = bounds.low
+    # for each axis the margins of its suites in pp; none for a suite that is held to a ratio
+    limits = [[-100 * margins[pair[axis].suite] for pair in pairs if pair[axis].suite in margins] for axis in (0, 1)]
+    if all(limits):
+        capability_limit, safety_limit = map(max, limits)
+        low = min(low, 2 * safety_limit)
+        panel.fill_between([capability_limit, bounds.right], low, safety_limit, color=LOSS, alpha=0.13, linewidth=0)
+        panel.text(bounds.right, low, "capability holds, \nsafety does not ", ha="right", va="bottom", fontsize=8)
     panel.set_xlim(bounds.left, bounds.right)
     panel.set_ylim(low, bounds.high)
     panel.set_xlabel("capability drift, pp")

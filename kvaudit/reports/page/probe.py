@@ -89,11 +89,11 @@ class Length:
 
 @dataclass(frozen=True)
 class AnswerCounts:
-    """Counts of the scored conversations, and of those whose answer says nothing about the model's behaviour.
+    """Counts of the scored conversations, and of those whose answers may not show the model's behaviour.
 
     ``empty``: the answer has no text, with or without a thought; ``cut``: it has text and was cut off; ``thoughts``: it
-    begins with a thought that was graded as text. ``beside``: field of the message -> answers whose text was in that
-    field instead of the content.
+    begins with a thought that was graded as text. ``beside``: by field of the message, the answers whose text was in
+    that field instead of the content.
     """
 
     scored: int
@@ -162,31 +162,32 @@ def check_same_requests(requests: Mapping[str, str], baseline: RunData) -> None:
         )
 
 
-# --- what was answered, and how much answers to one item differ -------------------------------------------------------
+# --- the answers, and how much two answers to one item differ ---------------------------------------------------------
 
 
-class _Said(NamedTuple):
-    """What only the transcript of a record shows; ``words`` is its hash."""
+class _AnswerFacts(NamedTuple):
+    """Facts on an answer that only the transcript of its record shows; ``words`` is a hash of the transcript."""
 
     words: str
     has_text: bool
     is_thought: bool
-    said_in: str
+    said_in: str  # field of the message that had the text, if not its content
 
-    @classmethod
-    def of(cls, record: Record) -> _Said:
-        last = record.transcript[-1]
-        words = hashlib.sha256(repr(record.transcript).encode()).hexdigest()
-        has_text = last.role is Role.ASSISTANT and bool(last.content.strip())
-        return cls(words, has_text, starts_with_thought(last.content), record.said_in)
+
+def _answer_facts(record: Record) -> _AnswerFacts:
+    last = record.transcript[-1]
+    words = hashlib.sha256(repr(record.transcript).encode()).hexdigest()
+    has_text = last.role is Role.ASSISTANT and bool(last.content.strip())
+    return _AnswerFacts(words, has_text, starts_with_thought(last.content), record.said_in)
 
 
 def _scored_answers(data: RunData) -> pd.DataFrame:
-    """Return the records that have a score, with a column for each field of ``_Said``."""
+    """Return the records that have a score, with a column for each field of ``_AnswerFacts``."""
     scored = data.records[data.records["score"].notna()]
     places = [(str(file), int(line)) for file, line in scored[["file", "line"]].itertuples(index=False)]
-    said = {place: _Said.of(record) for place, record in data.records_at(places)}
-    return scored.join(pd.DataFrame([said[place] for place in places], columns=_Said._fields, index=scored.index))
+    by_place = {place: _answer_facts(record) for place, record in data.records_at(places)}
+    facts = [by_place[place] for place in places]
+    return scored.join(pd.DataFrame(facts, columns=_AnswerFacts._fields, index=scored.index))
 
 
 def _count_answers(scored: pd.DataFrame) -> AnswerCounts:
@@ -316,7 +317,7 @@ _LENGTH = ("metric", "tokens", "items", "short", "long", "long - short", "agains
 _HOW = (
     "Long minus short is of the same items, in percentage points of what is desired, with 95 % intervals clustered by "
     "template. LOSS: a suite's score is lower in the long context (with a baseline: more so than before), at 5 % over "
-    "all suites and lengths together. Facets take the score apart and decide nothing."
+    "all suites and lengths together. Facets are parts of the score and decide nothing."
 )
 
 
@@ -363,8 +364,8 @@ def first_lines(findings: ProbeFindings) -> Iterator[str]:
         yield f"{cut}; give the suite more max_new_tokens"
     if counts.thoughts:
         yield (
-            f"thoughts: {counts.thoughts} of {counts.scored} answers begin with a thought that was graded as said; "
-            "evaluate: {think: strip} grades only the text after it"
+            f"thoughts: {counts.thoughts} of {counts.scored} answers begin with a thought that was graded as part of "
+            "the answer; evaluate: {think: strip} grades only the text after it"
         )
 
 
@@ -375,7 +376,7 @@ def lines(findings: ProbeFindings) -> Iterator[str]:
         share = percent(findings.unscored / findings.records)
         yield f"unscored: {findings.unscored} of {findings.records} conversations ({share}); no outcome"
     for place, count in findings.answers.beside.items():
-        yield f"words: of {count} of {findings.answers.scored} answers in {place}, not in a plain content"
+        yield f"fields: {count} of {findings.answers.scored} answers have their text in {place}, not in content"
     yield _HOW
     yield inline(f"length: {_length_result(findings)}")
 
@@ -385,11 +386,11 @@ def _noise_line(findings: ProbeFindings) -> str:
         return "noise: no item has two scored answers, so the endpoint's own noise is unknown"
     worst = max(noise.scores for noise in findings.noise)
     if findings.temperature > 0:
-        why = f"at temperature {findings.temperature:g} that is the draw's luck and the endpoint's together"
+        why = f"at temperature {findings.temperature:g} this is the noise of sampling and of the endpoint together"
     elif any(noise.words for noise in findings.noise):
-        why = "at temperature 0 the draw has no luck, so the endpoint itself is not deterministic"
+        why = "at temperature 0 nothing is sampled, so the endpoint itself is not deterministic"
     else:
-        why = "at temperature 0 every second answer was the first one's, word for word"
+        why = "at temperature 0 every second answer equals the first one, word for word"
     return f"noise: two answers to one item score differently in up to {percent(worst)} of the items; {why}"
 
 
@@ -403,7 +404,7 @@ def _length_result(findings: ProbeFindings) -> str:
     signs = [f"{length.metric} at {length.long}" for length in findings.lengths if length.sign]
     if not signs:
         return "no suite is shown to lose with it"
-    found = f"{', '.join(signs)} loses with it"
+    losses = f"{', '.join(signs)} {'loses' if len(signs) == 1 else 'lose'} with it"
     if findings.baseline:
-        return f"{found} more than at the baseline"
-    return f"{found}; a baseline would tell a policy from a model that reads long contexts badly"
+        return f"{losses} more than at the baseline"
+    return f"{losses}; a baseline would show whether a policy is the cause or a model that reads long contexts badly"

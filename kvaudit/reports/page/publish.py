@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -29,7 +30,8 @@ HUB_FOLDER = ".eval_results"
 _LARGEST_CARD = 4_000_000  # bytes
 _DATASET = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
-_FENCED = re.compile(r"^(`{3,}|~{3,}).*?^\1", re.MULTILINE | re.DOTALL)  # a block of code in Markdown
+# a block of code in Markdown; ```text``` on one line is none
+_FENCED = re.compile(r"^ {0,3}(`{3,}(?=[^`\n]*$)|~{3,}).*?^ {0,3}\1", re.MULTILINE | re.DOTALL)
 
 
 def public_name(model: str) -> str:
@@ -38,23 +40,46 @@ def public_name(model: str) -> str:
     return Path(model).name or model if is_local else model
 
 
-def mask_private(text: str, findings: Findings) -> str:
-    """Replace the address of every server in the spec by server-1, server-2, and the model's path by its name."""
+def mask_private(value: Any, findings: Findings) -> Any:
+    """Replace the address of every server in the spec by server-1, server-2, and the model's path by its name.
+
+    ``value`` is a text, or mappings and lists of texts. Mask before writing JSON or YAML, in which escaped characters
+    would hide a path from the search.
+    """
+    public = _public_spellings(findings)
+    if not public:
+        return value
+    # the longest first: http://10.0.0.1 is also the beginning of http://10.0.0.10
+    private = re.compile("|".join(map(re.escape, sorted(public, key=len, reverse=True))))
+
+    def mask(inner: Any) -> Any:
+        if isinstance(inner, str):
+            return private.sub(lambda hit: public[hit[0]], inner)
+        if isinstance(inner, Mapping):
+            return {key: mask(entry) for key, entry in inner.items()}
+        return [mask(entry) for entry in inner] if isinstance(inner, list) else inner
+
+    return mask(value)
+
+
+def _public_spellings(findings: Findings) -> dict[str, str]:
+    """Return what may be published in place of each private text, for every spelling of it on a page."""
     from kvaudit.reports.page.formats.markdown import escape
     from kvaudit.reports.sections.shared.words import shorten
 
+    public: dict[str, str] = {}
     if (name := public_name(findings.model)) != findings.model:
         # the page may have shortened the path
         for path in (findings.model, shorten(findings.model)):
-            text = text.replace(escape(path), escape(name)).replace(path, name)
+            public |= {path: name, escape(path): escape(name)}
     settings = [engine_settings(policy).get("base_url", "") for policy in findings.comparison.policies]
     addresses = dict.fromkeys(url.partition("://")[2] for url in settings)
     for number, address in enumerate(filter(None, addresses), 1):
         # the short name of a policy may have cut the end of its address
         for spelling in (address, address.rstrip("/"), urlsplit(f"//{address}").netloc):
-            for form in dict.fromkeys((spelling, escape(spelling))):
-                text = text.replace(form, f"server-{number}")
-    return text
+            for form in (spelling, escape(spelling)):
+                public.setdefault(form, f"server-{number}")
+    return public
 
 
 def read_card(path: Path) -> str:
@@ -135,8 +160,8 @@ def hub_results(page: Page, arm: str, dataset: str) -> dict[str, str]:
     for cell in cells:
         name = f"kvaudit-{_slug(cell.estimand)}-{_slug(str(cell.policy_hash.value or cell.label))}.yaml"
         files.setdefault(name, []).append(_hub_entry(disclosure, cell, dataset))
-    texts = {name: yaml.safe_dump(rows, sort_keys=False, allow_unicode=False) for name, rows in files.items()}
-    return {name: mask_private(text, page.findings) for name, text in texts.items()}
+    masked = mask_private(files, page.findings)
+    return {name: yaml.safe_dump(rows, sort_keys=False, allow_unicode=False) for name, rows in masked.items()}
 
 
 def _hub_entry(disclosure: Disclosure, m: MeasuredCell, dataset: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
+from kvaudit.core.facets import SERVING, suite_of
 from kvaudit.core.text import inline
 from kvaudit.reports.page import tables
 from kvaudit.reports.page.banner import run_banner
@@ -120,13 +121,10 @@ def _gate_passage(findings: Findings) -> Passage:
         for section, value in sections_in(findings.values)
         for extra in section.beside_gate(value, findings, gated)
     ]
-    is_serving = findings.comparison.mode == "serving"
-    row = (
-        f"the drift from {uncompressed_label(findings.comparison)}"
-        if is_serving
-        else "an arm's drift from the reference"
-    )
     estimands = {d.estimand for d in gated}
+    row = "an arm's drift from the reference"
+    if findings.comparison.mode == "serving" or estimands == {SERVING}:
+        row = f"the drift from {uncompressed_label(findings.comparison)}"
     served = ", both served alike" if estimands == {"alike"} else ", uncompressed" if estimands == {"deployed"} else ""
     return Passage(
         "gate",
@@ -157,7 +155,8 @@ _SEVERAL_CONTRASTS = ("cells outside the gate", "The same cells against the refe
 
 def _other_contrast_passage(findings: Findings) -> Passage:
     ungated = [d for d in findings.verdict.decisions if not d.gated]
-    noun, explain = _OTHER_CONTRAST.get("/".join({d.estimand for d in ungated}), _SEVERAL_CONTRASTS)
+    estimands = {d.estimand for d in ungated}
+    noun, explain = _OTHER_CONTRAST.get(estimands.pop() if len(estimands) == 1 else "", _SEVERAL_CONTRASTS)
     return Passage(
         "beside",
         "Outside the gate",
@@ -191,11 +190,14 @@ def _sides(findings: Decided) -> str:
 
 
 def _parity(findings: Decided) -> str:
-    capability = set(findings.comparison.capability)
-    failed = [
-        a for a in findings.verdict.arms if Status.FAIL in (s for name, s in a.suites.items() if name not in capability)
-    ]
-    names = [a.arm for a in failed if all(s in PASSED for name, s in a.suites.items() if name in capability)]
+    names = []
+    for arm in findings.verdict.arms:
+        capability, safety = list[Status](), list[Status]()
+        for metric, status in arm.suites.items():
+            # a facet counts with its suite
+            (capability if suite_of(metric) in findings.comparison.capability else safety).append(status)
+        if Status.FAIL in safety and all(status in PASSED for status in capability):
+            names.append(arm.arm)
     return f"Capability passes and safety fails: {', '.join(names) or 'in no arm'}."
 
 

@@ -6,21 +6,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from kvaudit.core.facets import suite_of
+from kvaudit.core.facets import DEPLOYED, suite_of
 from kvaudit.core.text import at_length, inline
+from kvaudit.reports.page.answers import room
 from kvaudit.reports.page.findings import Findings, flips_link
 from kvaudit.reports.sections.shared.tables import Table, footnoted, table_of
 from kvaudit.reports.sections.shared.words import (
     decision_note,
     effect_text,
     held_to,
+    is_serving,
     judge_marks,
     points,
     pvalue,
     rates_text,
     ratio_interval,
     ratio_text,
-    reference_label,
+    reference_of,
     suite_label,
     uncompressed_label,
     with_length,
@@ -72,7 +74,7 @@ def verdict_table(findings: Decided) -> Table:
     for line in lines:
         row = [line.name, line.status.value, *([line.recipe.value if line.recipe else "-"] if recipe else [])]
         row += [_worst(line, [suite]) for suite in suites] + ([_worst(line, facets)] if facets else [])
-        d = min(line.cells, key=lambda d: (PRECEDENCE.index(d.status), _room(d)))
+        d = min(line.cells, key=lambda d: (PRECEDENCE.index(d.status), room(d)))
         row.append(_cell_and_drift(sides, d) + (", as deployed" if is_compressed_deployment(sides, d) else ""))
         if served:
             arm_cells = deployed_cells(findings, line.name)
@@ -99,7 +101,7 @@ def deployed_cells(findings: Decided, arm: str | None = None) -> list[Decision]:
     if not any(is_compressed_deployment(sides, d) for d in cells):
         return []
     uncompressed = [d for d in cells if d.estimand == "alike" and sides.is_uncompressed(d.policy)]
-    return sorted([d for d in cells if d.estimand == "deployed" or d in uncompressed], key=_room)
+    return sorted([d for d in cells if d.estimand == "deployed" or d in uncompressed], key=room)
 
 
 def is_compressed_deployment(sides: Comparison, d: Decision) -> bool:
@@ -111,10 +113,6 @@ def _cell_and_drift(sides: Comparison, d: Decision) -> str:
     """Return a cell and its drift, such as: math @ snapkv 96: -8.8 pp [-13.8, -4.0]."""
     cell_name = f"{suite_label(sides, d)} @ {sides.label(d.policy)}"
     return f"{cell_name}: {effect_text(d.effect)}" if d.effect else f"{cell_name}: {d.reasons[0].text}"
-
-
-def _room(d: Decision) -> float:
-    return (d.effect.lower if d.effect else 0.0) + (d.margin or 0.0)
 
 
 def compared_table(findings: Findings) -> Table:
@@ -135,13 +133,11 @@ def compared_table(findings: Findings) -> Table:
             ("contrast", f"each serving policy against {uncompressed_label(sides)}"),
         ]
     rules = findings.rules
-    decision_note = (
-        "; an arm trained under one of them is served under that one and none only" if sides.unserved else ""
-    )
+    unserved = "; an arm trained under one of them is served under that one and none only" if sides.unserved else ""
     margins = [f"{s} {100 * margin:g} pp{' (default)' * (s in rules.defaults)}" for s, margin in rules.margins.items()]
     margins += [f"{metric} {limit:g} x" for metric, limit in rules.ratios.items()]
     rows += [
-        ("serving policies", "; ".join(map(sides.label, sides.policies)) + decision_note),
+        ("serving policies", "; ".join(map(sides.label, sides.policies)) + unserved),
         ("gated policies", "; ".join(map(sides.label, rules.primary))),
         ("suites", "; ".join(f"{s} {at_length(c)}: {n} items, {k} templates" for s, c, n, k in items)),
         ("margins", "; ".join(margins)),
@@ -195,8 +191,8 @@ def gate_table(findings: Findings, decisions: Sequence[Decision], *, gated: bool
     """Return the table of gated (or of other) decisions, one row each; columns that do not vary are left out."""
     sides, cells = findings.comparison, [d for d in decisions if d.gated is gated]
     columns = {"candidate": [sides.who(d.arm, d.policy) for d in cells]}
-    if len({d.estimand == "deployed" for d in cells}) > 1:
-        columns["against"] = [reference_label(sides, d) for d in cells]
+    if len({(d.estimand == DEPLOYED, is_serving(sides, d)) for d in cells}) > 1:
+        columns["against"] = [sides.who(*reference_of(sides, d)) for d in cells]
     columns["suite"] = [
         with_length(sides, suite_label(sides, d), d.context_tokens) + judge_marks(sides, suite_of(d.suite))
         for d in cells

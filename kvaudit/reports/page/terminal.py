@@ -21,10 +21,9 @@ from kvaudit.reports.verdict.reasons import ReasonCode
 from kvaudit.reports.verdict.verdict import Decision, Status
 
 MOST_TERMINAL_LINES = 12
-_FLIPS = 2  # lost answers that are shown
-# reasons against a PASS that more rows do not remove
-_NO_MORE_ROWS = (ReasonCode.FORM, ReasonCode.IDLE, ReasonCode.NOISE)
-_DOUBTFUL = 3  # of them by a doubtful grade, where an open cell has answers its judge is unsure of
+_FLIPS = 2  # lost answers shown
+_DOUBTFUL = 3  # lost answers with a doubtful grade that are shown for an undecided cell
+_ROWS_DO_NOT_HELP = (ReasonCode.FORM, ReasonCode.IDLE, ReasonCode.NOISE)  # reasons against a PASS
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,13 @@ def _doubtful_lines(findings: Findings) -> Iterator[str]:
         if d.status is Status.INCONCLUSIVE and cells:
             count = f"{cells[0].unsure} of {cells[0].n_samples} answers"
             yield f"the judge is unsure of {count} of {suite}; people can decide"
-            examples = [e for e in findings.values.get("examples", ()) if e.is_doubtful and e.suite == d.suite]
-            yield from (_flip_line(example) for example in examples[:_DOUBTFUL])
+            cell = d.arm, d.policy, d.suite, d.context_tokens
+            examples = [
+                e
+                for e in findings.values.get("examples", ())
+                if e.is_doubtful and (e.arm, e.policy, e.suite, e.context_tokens) == cell
+            ]
+            yield from map(_flip_line, examples[:_DOUBTFUL])
             return
 
 
@@ -99,7 +103,7 @@ def _cells_shown(findings: Findings) -> list[Decision]:
     fails.
     """
     sides, gated = findings.comparison, findings.verdict.gated
-    facet_suites = {d.suite.rpartition(".")[0] for d in gated if d.suite in sides.facets}
+    facet_suites = {suite_of(d.suite) for d in gated if d.suite in sides.facets}
     cells = [d for d in gated if d.suite not in facet_suites or d.standing is Status.FAIL]
     return sorted(cells, key=severity_order(sides))
 
@@ -114,7 +118,7 @@ def _cell_line(findings: Findings, d: Decision) -> str:
 
 
 def _status_text(d: Decision) -> str:
-    if d.status is Status.INCONCLUSIVE and not d.waiver and d.reasons and d.reasons[0].code in _NO_MORE_ROWS:
+    if d.status is Status.INCONCLUSIVE and not d.waiver and d.reasons and d.reasons[0].code in _ROWS_DO_NOT_HELP:
         return f"{MEANS[d.standing]}, {d.reasons[0].text}"
     if d.status is not Status.FAIL or d.waiver:
         return MEANS[d.standing]
@@ -154,7 +158,7 @@ def _next_command(findings: Findings, run: Path, extras: TerminalExtras) -> Iter
     """Yield the command to type next; none if the setting may be served."""
     status, folder = findings.verdict.status, shlex.quote(str(run))
     ended = table_of(findings.provenance, LOOKS).get(ENDED)
-    blocked = any(d.reasons and d.reasons[0].code in _NO_MORE_ROWS for d in findings.verdict.gated)
+    blocked = any(d.reasons and d.reasons[0].code in _ROWS_DO_NOT_HELP for d in findings.verdict.gated)
     if status is Status.INCONCLUSIVE and ended == TIME_SPENT and extras.longer and not blocked:
         yield extras.longer
     elif status is Status.INCONCLUSIVE and extras.fetch and not blocked:

@@ -12,20 +12,14 @@ from enum import IntEnum
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from kvaudit.core.errors import DataError
 from kvaudit.core.plugins import Registry
 from kvaudit.core.text import length_label
 from kvaudit.reports.records.load import RunData
-from kvaudit.reports.records.rows import Panel, Panels
 from kvaudit.reports.sections.shared.tables import Passage, Table, table_of
 from kvaudit.reports.sections.shared.words import effect_text, points
-from kvaudit.reports.stats.effect import Array
 from kvaudit.reports.verdict.comparison import Comparison
-from kvaudit.reports.verdict.contrast import CellName, Contrast
-from kvaudit.reports.verdict.drift import incomparable_reasons, paired_scores, seed_pairs, two_sides, weights_of
+from kvaudit.reports.verdict.contrast import Contrast
 from kvaudit.reports.verdict.verdict import Decided, Decision
 
 if TYPE_CHECKING:
@@ -231,69 +225,6 @@ def compute_sections(inputs: Inputs, *depths: Depth) -> SectionResults:
     return SectionResults(values, tuple(problems))
 
 
-@dataclass(frozen=True)
-class BothSides:
-    """The scores [N] of N items in reference and candidate, averaged over samples and paired seeds.
-
-    For a facet, N counts the items to which both sides of some pair of seeds gave readable answers. ``draws`` is the
-    number of answers that an item's score averages. ``reference_pairs`` and ``candidate_pairs`` [S, N] are the scores
-    of each of S pairs of seeds, averaged over ``samples`` answers. ``graded`` means that some answer scores neither 0
-    nor 1.
-    """
-
-    items: tuple[str, ...]
-    clusters: npt.NDArray[np.int64]  # [N] codes
-    templates: tuple[str, ...]  # [N] names
-    reference: Array
-    candidate: Array
-    reference_pairs: Array
-    candidate_pairs: Array
-    samples: int
-    draws: int
-    graded: bool
-
-    @property
-    def difference(self) -> Array:
-        """Candidate minus reference [N]."""
-        return self.candidate - self.reference
-
-
-def both_sides(panel: Panel, comparison: Comparison, name: CellName) -> BothSides | None:
-    """Return the scores of candidate and reference in a cell that compares two sides.
-
-    None if their records cannot be compared. The estimand of ``name`` must be "alike", "deployed" or "serving".
-    """
-    pairs = seed_pairs(comparison, panel, name.arm)
-    weights = [weights_of(comparison, name.estimand, name.arm, pair, name.policy) for pair in pairs]
-    positive, negative = two_sides(weights)
-    if not pairs or incomparable_reasons(panel, sorted({*positive, *negative})):
-        return None
-    readable = [~np.isnan(np.stack([panel.scores[cell] for cell in cells])) for cells in (positive, negative)]  # [S, N]
-    present: npt.NDArray[np.bool_] = np.any(readable[0] & readable[1], axis=0)  # [N]
-    candidate, reference = paired_scores(panel, weights, present)
-    return BothSides(
-        items=tuple(panel.items[i] for i in np.flatnonzero(present)),
-        clusters=panel.clusters[present],
-        templates=tuple(panel.cluster_names[code] for code in panel.clusters[present]),
-        reference=reference.mean(axis=0),
-        candidate=candidate.mean(axis=0),
-        reference_pairs=reference,
-        candidate_pairs=candidate,
-        samples=panel.samples,
-        draws=panel.samples * len(pairs),
-        graded=panel.graded,
-    )
-
-
 def has_two_sides(d: Decision) -> bool:
     """Return whether a decision is gated, has an effect, and compares two cells (no difference of differences)."""
     return d.gated and d.estimand in ("alike", "deployed", "serving") and d.effect is not None
-
-
-def gated_sides(decided: Decided, tables: Panels) -> Iterator[tuple[Decision, BothSides]]:
-    """Yield every gated cell whose effect could be computed, with the scores of its reference and candidate."""
-    for d in decided.verdict.decisions:
-        if has_two_sides(d):
-            sides = both_sides(tables[d.suite, d.context_tokens], decided.comparison, d)
-            if sides is not None:
-                yield d, sides

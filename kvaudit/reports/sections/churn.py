@@ -7,7 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvaudit.reports.sections.base import BothSides, Inputs, Section, gated_sides
+import numpy as np
+import numpy.typing as npt
+
+from kvaudit.reports.records.rows import Panel, Panels
+from kvaudit.reports.sections.base import Inputs, Section, has_two_sides
 from kvaudit.reports.sections.shared.canvas import (
     GAIN,
     INK,
@@ -22,8 +26,11 @@ from kvaudit.reports.sections.shared.canvas import (
 )
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import cell_label, percent, points
+from kvaudit.reports.stats.effect import Array
 from kvaudit.reports.stats.power import draw_flips, flips
+from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import CellName
+from kvaudit.reports.verdict.drift import paired_scores, seed_pairs, two_sides, weights_of
 from kvaudit.reports.verdict.verdict import Decided, Decision
 
 _MOST_BARS = 40
@@ -128,3 +135,58 @@ def _cell(d: Decision, sides: BothSides) -> CellChurn:
         draws=unpaired.churn,
         draws_rerun=unpaired.rerun,
     )
+
+
+# --- the scores of both sides of a cell -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BothSides:
+    """The scores [N] of N items in reference and candidate, averaged over samples and paired seeds.
+
+    For a facet, N counts the items to which both sides of some pair of seeds gave readable answers. ``draws`` is the
+    number of answers that an item's score averages. ``reference_pairs`` and ``candidate_pairs`` [S, N] are the scores
+    of each of S pairs of seeds, averaged over ``samples`` answers. ``graded`` means that some answer scores neither 0
+    nor 1.
+    """
+
+    templates: tuple[str, ...]  # [N] names
+    reference: Array
+    candidate: Array
+    reference_pairs: Array
+    candidate_pairs: Array
+    samples: int
+    draws: int
+    graded: bool
+
+    @property
+    def difference(self) -> Array:
+        """Candidate minus reference [N]."""
+        return self.candidate - self.reference
+
+
+def _both_sides(panel: Panel, comparison: Comparison, name: CellName) -> BothSides:
+    """Return the scores of candidate and reference in a cell that compares two sides and has an effect."""
+    pairs = seed_pairs(comparison, panel, name.arm)
+    weights = [weights_of(comparison, name.estimand, name.arm, pair, name.policy) for pair in pairs]
+    positive, negative = two_sides(weights)
+    readable = [~np.isnan(np.stack([panel.scores[cell] for cell in cells])) for cells in (positive, negative)]  # [S, N]
+    present: npt.NDArray[np.bool_] = np.any(readable[0] & readable[1], axis=0)  # [N]
+    candidate, reference = paired_scores(panel, weights, present)
+    return BothSides(
+        templates=tuple(panel.cluster_names[code] for code in panel.clusters[present]),
+        reference=reference.mean(axis=0),
+        candidate=candidate.mean(axis=0),
+        reference_pairs=reference,
+        candidate_pairs=candidate,
+        samples=panel.samples,
+        draws=panel.samples * len(pairs),
+        graded=panel.graded,
+    )
+
+
+def gated_sides(decided: Decided, tables: Panels) -> Iterator[tuple[Decision, BothSides]]:
+    """Yield every gated cell whose effect could be computed, with the scores of its reference and candidate."""
+    for d in decided.verdict.decisions:
+        if has_two_sides(d):
+            yield d, _both_sides(tables[d.suite, d.context_tokens], decided.comparison, d)

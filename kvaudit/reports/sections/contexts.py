@@ -22,8 +22,7 @@ LARGE = 0.15  # share of the reference's answers: a context that moves more of t
 class ContextEffect(NamedTuple):
     """The effect of one context on one metric (score or facet) of the reference.
 
-    A context is text that is put around published rows. ``bare`` are the answers to the rows as published, ``within``
-    those to the same rows in the context.
+    ``bare`` are the answers to the rows as published, ``within`` those to the same rows in the context.
     """
 
     bare: Answers
@@ -65,10 +64,7 @@ class ContextsSection(Section[tuple[ContextEffect, ...]]):
         return tuple(_effects(inputs.decided.drift)) or None
 
     def tables(self, value: tuple[ContextEffect, ...], decided: Decided) -> Iterator[Table]:
-        """Yield the table of rates of each facet, on the rows as published and in the context, and of the difference.
-
-        A context is text that is put around the rows.
-        """
+        """Yield the table of each facet's rates, on the rows as published and in the context, and their difference."""
         several, rows = len({effect.served for effect in value}) > 1, []
         for effect in value:
             before, after = effect.shares
@@ -85,7 +81,7 @@ class ContextsSection(Section[tuple[ContextEffect, ...]]):
 
 
 def _effects(drift: Drift) -> Iterator[ContextEffect]:
-    """Yield the effect of each context (text around published rows) on each metric that was also asked without it."""
+    """Yield the effect of each context on each metric that was also asked without it."""
     for policy in drift.comparison.uncompressed:
         metrics = drift.answers.get(policy, ())
         bare = {(answers.suite, answers.facet): answers for answers in metrics}

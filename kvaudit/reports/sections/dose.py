@@ -99,10 +99,7 @@ class DoseSection(Section[Doses]):
     keys: ClassVar = {"analysis.doses": 31}
 
     def compute(self, inputs: Inputs) -> Doses | None:
-        """Compute a curve for each policy family (policies that differ only in their budget), suite, length and arm.
-
-        Over several lengths, compute one for each policy, suite and arm as well.
-        """
+        """Compute a curve for each policy family, suite, length and arm, and over several lengths for each policy."""
         drift, tables = inputs.decided.drift, inputs.data.panels
         curves = (*_budget_curves(drift, tables), *_length_curves(drift, tables))
         return Doses(curves, safe_budgets(drift, inputs.decided.rules)) if curves else None
@@ -129,10 +126,7 @@ class DoseSection(Section[Doses]):
         return f"The steepest of {len(slopes)}: {c.arm} @ {c.family}, {c.suite}: {effect_text(slope)} per doubling."
 
     def draw(self, value: Doses, decided: Decided) -> Iterator[Drawing | None]:
-        """Yield two figures, the rate by budget and by length, with a panel per suite and policy family (or policy).
-
-        A family are policies that differ only in their budget.
-        """
+        """Yield two figures, the rate by budget and by length, with a panel per suite and policy family (or policy)."""
         for axis, name, against in (("budget", "doses", "cache budget"), ("length", "lengths", "context length")):
             yield _draw(value, decided, axis, name, f"Rate of every arm against the {against}, with 95 % intervals.")
 

@@ -18,12 +18,12 @@ from kvaudit.reports.records.load import FLOOR_FOLDER, RunData
 from kvaudit.reports.sections.base import Depth, Inputs, Section
 from kvaudit.reports.sections.shared.floor import FloorUnit, covering_floor, floor_at, floor_of
 from kvaudit.reports.sections.shared.tables import Table, table_of
-from kvaudit.reports.sections.shared.words import effect_text, metric_label, percent, plural, points
+from kvaudit.reports.sections.shared.words import effect_text, metric_label, percent, plural, points, reference_of
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.verdict import Decided, Decision
 
-OUTSIDE = "endpoint"  # the engine whose server the user started
-SILENT = "nothing"  # for an engine that reports no settings
+ENDPOINT = "endpoint"  # the engine whose server the user started
+NO_REPORT = "nothing"  # shown for an engine that reports no settings
 _TURNS = {  # ``Record.turns_read`` -> how conversations of several turns were read
     ONE_CACHE: "one cache was kept over all turns",
     READ_ANEW: "each turn was read anew, from the first message",
@@ -36,7 +36,7 @@ class Engines:
     """The policies that engines served, each engine's report of its settings, and how it read several turns.
 
     ``conditions`` and the keys of both mappings are policies. ``turns`` also has those that kvaudit's own cache served;
-    its values are codes of ``Record.turns_read``, such as the one for a cache kept over all turns.
+    its values are codes of ``Record.turns_read`` (how conversations of several turns were read).
     """
 
     conditions: tuple[str, ...]
@@ -97,7 +97,7 @@ class EnginesSection(Section[Engines]):
                 "is only declared."
             )
         if labels := [
-            decided.comparison.label(policy) for policy in value.conditions if engine_name(policy) == OUTSIDE
+            decided.comparison.label(policy) for policy in value.conditions if engine_name(policy) == ENDPOINT
         ]:
             yield inline(
                 f"The replicas that may stand behind the address of {join_names(labels)} cannot be told apart: they "
@@ -106,10 +106,7 @@ class EnginesSection(Section[Engines]):
 
 
 def _turns_read(data: RunData) -> dict[str, tuple[str, ...]]:
-    """Return by policy how conversations of several turns were read, such as whether one cache was kept over all turns.
-
-    The values are the codes of ``Record.turns_read``, taken from one record of each suite.
-    """
+    """Return by policy the codes of ``Record.turns_read``, taken from one record of each suite."""
     first = data.records.drop_duplicates(["policy", "suite"])
     places = [(str(file), int(line)) for file, line in first[["file", "line"]].itertuples(index=False)]
     turns: dict[str, set[str]] = {}
@@ -134,7 +131,7 @@ def _report_rows(sides: Comparison, value: Engines) -> Iterator[list[str]]:
         conditions = [policy for policy in value.conditions if engine_name(policy) == engine]
         labels_by_setting: dict[tuple[str, str], list[str]] = {}
         for policy in conditions:
-            for setting in (value.reports[policy] or {SILENT: "-"}).items():
+            for setting in (value.reports[policy] or {NO_REPORT: "-"}).items():
                 labels_by_setting.setdefault(setting, []).append(sides.label(policy))
         for (name, text), labels in sorted(labels_by_setting.items(), key=lambda row: row[0][0]):
             yield [engine, name, text, "every condition" if len(labels) == len(conditions) else ", ".join(labels)]
@@ -198,10 +195,7 @@ class FloorSection(Section[Units]):
         return f"{same} of {answers} answers have the same text when asked again."
 
     def banner_lines(self, value: Units, decided: Decided, head: Decision | None) -> Iterator[str]:
-        """Yield the A/A floor of the quoted cell ``head``, which is how often answers change when asked again.
-
-        Nothing is yielded if no engine served the cell.
-        """
+        """Yield the A/A floor of the quoted cell ``head`` if an engine served it."""
         if head and decided.comparison.is_engine(head.policy):
             yield f"A/A: {'. '.join(f'{name} {text}' for name, text in _both_floors(value, decided.comparison, head))}."
 
@@ -218,10 +212,7 @@ def _unit_row(sides: Comparison, unit: FloorUnit, *, several: bool) -> list[str]
 
 
 def _gate_table(units: Units, sides: Comparison, decisions: Sequence[Decision]) -> Table:
-    """Return a table with each gated drift of an engine beside its A/A floors (how often it changes its own answers).
-
-    The floor is given for the candidate and for what it is compared with.
-    """
+    """Return a table with each gated drift of an engine, and the A/A floors of the candidate and of its reference."""
     rows = []
     for d in decisions:
         if not sides.is_engine(d.policy):
@@ -235,14 +226,8 @@ def _gate_table(units: Units, sides: Comparison, decisions: Sequence[Decision]) 
 
 
 def _both_floors(units: Units, sides: Comparison, d: Decision) -> Iterator[tuple[str, str]]:
-    """Yield name and A/A floor (how often answers change when asked again), as text, of both sides of a decision.
-
-    The candidate comes first, then the reference.
-    """
-    uncompressed = sides.uncompressed_of(d.policy)
-    reference = (d.arm, uncompressed)
-    if sides.mode == "training":
-        reference = sides.reference, uncompressed if d.estimand == "deployed" else d.policy
+    """Yield name and A/A floor, as text, of the candidate and then of the reference of a decision."""
+    reference = reference_of(sides, d)
     for arm, policy in ((d.arm, d.policy), reference):
         name = sides.label(policy) if arm == reference[0] == d.arm else f"{arm} @ {sides.label(policy)}"
         cells = floor_at(units, arm, policy, d.suite, d.context_tokens)
@@ -251,7 +236,7 @@ def _both_floors(units: Units, sides: Comparison, d: Decision) -> Iterator[tuple
 
 
 def _sentences(units: Units, decided: Decided) -> Iterator[str]:
-    """Yield a sentence for each gated change that is no larger than what asking again changes (the A/A floor)."""
+    """Yield a sentence for each gated change that is no larger than the A/A floor."""
     sides = decided.comparison
     for c in decided.contrasts:
         share = covering_floor(units, c) if c.estimand == "serving" and c.policy in decided.rules.primary else None

@@ -85,7 +85,7 @@ def _checked_counts(four: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Judges:
-    """What the section on judges shows: the ``second`` judge, None unless the run was judged again."""
+    """The value of the section on judges: the ``second`` judge, None unless the run was judged again."""
 
     second: SecondJudge | None
 

@@ -49,7 +49,7 @@ _Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Group:
-    """The answers whose span (the deciding part of the prompt) was lost, or was kept: how often they are as wanted.
+    """The answers whose span was lost, or was kept: how often they are as wanted.
 
     ``uncompressed`` is the rate of the same items without compression. ``unread`` is the share of all answers that
     could not be read on a side; if it differs between two groups, their rates count differently selected answers.
@@ -66,7 +66,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Share:
-    """The share of a facet's drift that fell on answers whose span (the deciding part of the prompt) was lost.
+    """The share of a facet's drift that fell on answers whose span was lost.
 
     Its 95 % interval is None if the share stays the same whichever template is left out, since that shows no spread.
     """
@@ -99,7 +99,7 @@ class SpanRates:
 
 @dataclass(frozen=True)
 class SpanSlope:
-    """How much a facet changes if the cache loses a whole span (the deciding part of a prompt), by regression.
+    """How much a facet changes if the cache loses a whole span, by regression.
 
     The regression is over all policies and lengths, but compares only answers that agree in what ``equal`` names, such
     as the length. ``effect`` is None if that leaves too few answers, for the ``reason`` given.
@@ -116,20 +116,14 @@ class SpanSlope:
 
 @dataclass(frozen=True)
 class Mechanism:
-    """Whether behaviour is lost where its span is lost, for every safety facet and every span of its items.
-
-    A span is the part of a prompt that decides the item, such as a rule. Empty if the records name no span.
-    """
+    """The rates and regressions of every safety facet and span; empty if the records name no span."""
 
     rates: tuple[SpanRates, ...] = ()
     slopes: tuple[SpanSlope, ...] = ()
 
 
 def mechanism(drift: Drift, tables: Panels, records: pd.DataFrame) -> Mechanism:
-    """Return how each safety facet of every arm changes under compressing policies, by whether spans were lost.
-
-    A span is the deciding part of a prompt, such as a rule.
-    """
+    """Return how each safety facet of every arm changes under compressing policies, by whether spans were lost."""
     survival = _survival(records)
     metrics = [name for name in drift.comparison.facets if facet_of(name)[1].kind == "safety"] if survival else []
     rates: list[SpanRates] = []
@@ -181,7 +175,7 @@ class _Cell:
     answers: pd.DataFrame
 
     def rows_of(self, span: str) -> _Rows | None:
-        """Return the readable answers whose prompt has a named part (``span``) such as "rule"; None without any."""
+        """Return the readable answers whose prompt has a ``span``, such as "rule"; None without any."""
         column = SPAN_COLUMNS[span]
         if column not in self.answers:
             return None
@@ -199,7 +193,7 @@ class _Cell:
         return float((~self._read[group]).mean()) if group.any() else 0.0
 
     def unknown(self, span: str) -> int:
-        """Return the number of readable answers whose prompt has no part of this name."""
+        """Return the number of readable answers whose prompt has no such span."""
         return int((self._read & self.answers[SPAN_COLUMNS[span]].isna()).sum())
 
     @property
@@ -224,8 +218,7 @@ def _cells(drift: Drift, tables: Panels, survival: Survival, metric: str, arm: s
 def _answers(panel: Panel, survival: Survival, suite: str, cell: CellKey, plain: str) -> pd.DataFrame | None:
     """Return one seed's answers, a row per item, with the share of each span's entries that the cache still held.
 
-    A span is the deciding part of a prompt. None if there are no records under the cell's policy, or none under
-    ``plain``, the uncompressed one.
+    None if there are no records under the cell's policy, or none under ``plain``, the uncompressed one.
     """
     dense = cell._replace(policy=plain)
     spans = survival.get((cell.arm, cell.policy, suite, panel.context_tokens, cell.seed))

@@ -41,10 +41,7 @@ class SafeSection(Section[tuple[SafeBudget, ...]]):
         return replace(super().passage(value, decided), title=f"Safe {' and '.join(axes)}", explain=explain)
 
     def tables(self, value: tuple[SafeBudget, ...], decided: Decided) -> Iterator[Table]:
-        """Yield a table of budgets and one of lengths, with a row for each tested sequence of budgets or lengths.
-
-        A row names the last budget or length that passed and the first that failed.
-        """
+        """Yield a table of budgets and one of lengths: what passed last, and what failed first, by arm and policy."""
         yield _table([s for s in value if s.axis == "budget"], "policy family")
         yield _table([s for s in value if s.axis == "length"], "policy")
 
@@ -53,10 +50,7 @@ class SafeSection(Section[tuple[SafeBudget, ...]]):
         return f"{len(value) - none} of {len(value)} sequences clear a dose; {none} clear none."
 
     def limits(self, value: tuple[SafeBudget, ...], decided: Decided) -> Iterator[str]:
-        """Yield the budgets that passed, for the gated families of policies (they differ only in their budget).
-
-        There is one sentence for all arms with the same result.
-        """
+        """Yield the budgets that passed, for the gated policy families; arms with the same result share a sentence."""
         gated = {
             family.name
             for family in families(decided.comparison.policies)

@@ -17,12 +17,12 @@ from kvaudit.reports.verdict.verdict import PASSED, Status, exit_code
 _FAILURE, _ERROR, _SKIPPED = "failure", "error", "skipped"  # elements of a test case
 _SARIF_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 _LEVELS = {
-    Status.FAIL.value: "error",
-    Status.INVALID.value: "error",
-    Status.NOT_MEASURABLE.value: "error",
-    Status.INCONCLUSIVE.value: "warning",
+    Status.FAIL: "error",
+    Status.INVALID: "error",
+    Status.NOT_MEASURABLE: "error",
+    Status.INCONCLUSIVE: "warning",
 }
-_SAYS = {
+_SARIF_RULES = {
     Status.FAIL.value: "Worse, by a loss that may exceed the declared margin.",
     Status.INVALID.value: "The records do not allow a valid comparison.",
     Status.NOT_MEASURABLE.value: "The reference has nothing to lose here, or cannot do it.",
@@ -84,21 +84,16 @@ def render_sarif(page: Page) -> str:
     open_cells = [d for d in page.findings.verdict.gated if d.standing not in PASSED]
     answer_lines = [answer.line for answer in answers(page.findings) if answer.groups]
     lines = (f"{banner.status.value}:", *answer_lines, banner.alarm, *page.remarks)
-    level = _LEVELS.get(banner.status.value, "note")
-    results = [_sarif_result("VERDICT", level, " ".join(line for line in lines if line))]
+    results = [_sarif_result("VERDICT", banner.status, " ".join(line for line in lines if line))]
     results += [
-        _sarif_result(
-            d.standing.value,
-            _LEVELS.get(d.standing.value, "note"),
-            f"{cell_title(sides, d)}: {cell_message(sides, d)}",
-        )
+        _sarif_result(d.standing.value, d.standing, f"{cell_title(sides, d)}: {cell_message(sides, d)}")
         for d in open_cells
     ]
     driver = {
         "name": "kvaudit",
         "rules": [
             {"id": _sarif_rule(name), "shortDescription": {"text": text}, "fullDescription": {"text": text}}
-            for name, text in _SAYS.items()
+            for name, text in _SARIF_RULES.items()
         ],
     }
     run: dict[str, Any] = {
@@ -113,10 +108,11 @@ def _sarif_rule(name: str) -> str:
     return f"KVAUDIT-{name.replace(' ', '-')}"
 
 
-def _sarif_result(rule: str, level: str, text: str) -> dict[str, Any]:
+def _sarif_result(rule: str, status: Status, text: str) -> dict[str, Any]:
     # no source file is at fault, so results point at the spec that declared the gate
     place = {"physicalLocation": {"artifactLocation": {"uri": "spec.yaml"}}}
-    return {"ruleId": _sarif_rule(rule), "level": level, "message": {"text": inline(text)}, "locations": [place]}
+    level, message = _LEVELS.get(status, "note"), {"text": inline(text)}
+    return {"ruleId": _sarif_rule(rule), "level": level, "message": message, "locations": [place]}
 
 
 def render_summary(page: Page) -> str:

@@ -23,13 +23,13 @@ from kvaudit.reports.page.disclosure import (
     disclosure_of,
     findings_of_arm,
 )
-from kvaudit.reports.page.formats.markdown import escape, markdown_table
-from kvaudit.reports.page.page import Page, Screen, grid_table, screen_of
+from kvaudit.reports.page.formats.markdown import escape, grid_parts, pipe_table
+from kvaudit.reports.page.page import Page, Screen, screen_of
 from kvaudit.reports.page.publish import mask_private
 from kvaudit.reports.sections.shared.words import NOT_APPLICABLE, Fact, dump_json, fact_of
 
 MOST_CARD_WORDS = 150  # besides the tables
-_ROWS = 24  # of the grid; contrasts.csv holds all
+_ROWS = 24  # of the grid, of which contrasts.csv has all, and of the table of settings
 _FACTS = {  # header -> name in the disclosure's recipe
     "rollouts": "rollouts",
     "learner": "learner_view",
@@ -47,9 +47,8 @@ def render_card(page: Page, arm: str | None = None) -> str:
     screen = page.screen if arm is None else screen_of(findings_of_arm(page.findings, arm))
     assert screen is not None, "only a run has a card"
     arm_note = "" if arm is None else _fact_text(disclosure.verdict["says"])
-    return mask_private(
-        "\n\n".join(part for part in _parts(disclosure, screen, arm_note) if part) + "\n", page.findings
-    )
+    text = "\n\n".join(part for part in _parts(disclosure, screen, arm_note) if part) + "\n"
+    return str(mask_private(text, page.findings))
 
 
 def _parts(disclosure: Disclosure, screen: Screen, arm_note: str) -> Iterator[str]:
@@ -63,18 +62,15 @@ def _parts(disclosure: Disclosure, screen: Screen, arm_note: str) -> Iterator[st
     yield arm_note
     yield "\n".join(f"* {escape(a.asks)} **{escape(a.line)}**" for a in screen.answers if a.groups)
     yield "\n".join(f"* {escape(line)}" for line in screen.suggestions)
-    if screen.grid.rows:
-        yield markdown_table(grid_table(screen.grid, _ROWS))
-        n_omitted = screen.grid.left_out + max(0, len(screen.grid.rows) - _ROWS)
-        yield escape(f"{screen.grid.signs}." + (f" {n_omitted} more rows are in contrasts.csv." if n_omitted else ""))
+    yield from grid_parts(screen.grid, _ROWS)
     if recipes := [recipe for recipe in disclosure.recipes if recipe.role != "base"]:
         yield _recipe_table(recipes)
     yield _serving_table(disclosure)
     if len(disclosure.serving) > _ROWS:
         yield f"{len(disclosure.serving) - _ROWS} more settings were served; disclosure.json lists all."
     if stack := [(name, fact) for name, fact in disclosure.stack.items() if fact.state == "known"]:
-        rows = [f"| {escape(name.replace('_', ' '))} | {_fact_text(fact)} |" for name, fact in stack]
-        yield "\n".join(("| declared about the stack, not verified | |", "| --- | --- |", *rows))
+        rows = [(escape(name.replace("_", " ")), _fact_text(fact)) for name, fact in stack]
+        yield pipe_table(("declared about the stack, not verified", ""), rows, words=2)
     if screen.before_relying:
         yield f"Read first: {escape(screen.before_relying)}."
     yield (
@@ -90,28 +86,20 @@ def _recipe_table(recipes: Iterable[ArmRecipe]) -> str:
         for recipe in recipes
     ]
     heads = [head for head in _FACTS if any(head in facts and facts[head].state == "known" for _, facts in rows)]
-    table = [["arm", *heads], ["---"] * (1 + len(heads))]
-    table += [[escape(recipe.arm), *(_fact_text(facts.get(head)) for head in heads)] for recipe, facts in rows]
-    return "\n".join("| " + " | ".join(row) + " |" for row in table)
+    cells = [[escape(recipe.arm), *(_fact_text(facts.get(head)) for head in heads)] for recipe, facts in rows]
+    return pipe_table(["arm", *heads], cells, words=1 + len(heads))
 
 
 def _serving_table(disclosure: Disclosure) -> str:
     """Return a table of at most _ROWS serving settings: the full name, and the share of the uncompressed cache kept."""
-    rows = list(disclosure.serving[:_ROWS])
-    heads = ["served under", "engine", "kv allocated of none", "kv live of none", "retention"]
-    names = ["kv_allocated_of_none", "kv_live_of_none", "retention"]
-    table = [heads, ["---"] * len(heads)]
-    for row in rows:
-        settings = row.get("settings", NOT_APPLICABLE)
-        full = settings if settings.state == "known" else row["policy"]
-        table.append(
-            [
-                _fact_text(full),
-                _fact_text(row.get("engine", fact_of("kvaudit"))),
-                *(_fact_text(row[name]) for name in names),
-            ]
-        )
-    return "\n".join("| " + " | ".join(row) + " |" for row in table)
+    rows = []
+    for served in disclosure.serving[:_ROWS]:
+        settings = served.get("settings", NOT_APPLICABLE)
+        full_name = settings if settings.state == "known" else served["policy"]
+        shares = (served[name] for name in ("kv_allocated_of_none", "kv_live_of_none", "retention"))
+        rows.append([*map(_fact_text, (full_name, served.get("engine", fact_of("kvaudit")), *shares))])
+    headers = ["served under", "engine", "kv allocated of none", "kv live of none", "retention"]
+    return pipe_table(headers, rows, words=len(headers))
 
 
 def _fact_text(fact: Fact | None) -> str:
@@ -168,8 +156,8 @@ def render_bom(page: Page) -> str:
     }
     # the serial number is a hash: documents that differ have different ones, and a rerun keeps it
     digest = hashlib.sha256(dump_json(body).encode()).digest()
-    text = dump_json({**body, "serialNumber": f"urn:uuid:{UUID(bytes=digest[:16], version=4)}"})
-    return mask_private(text, page.findings)
+    serial = {"serialNumber": f"urn:uuid:{UUID(bytes=digest[:16], version=4)}"}
+    return dump_json(mask_private({**body, **serial}, page.findings))
 
 
 def _groups(disclosure: Disclosure) -> Iterator[tuple[str, Mapping[str, Fact]]]:

@@ -14,7 +14,7 @@ from kvaudit.reports.page.plots import figures
 from kvaudit.reports.sections.shared.words import points, shorten
 from kvaudit.reports.verdict.verdict import Status
 
-_CLASSES = {status.value: "status " + status.name.lower().replace("_", "-") for status in Status}
+_CLASSES = {status.value: status.name.lower().replace("_", "-") for status in Status}  # of CSS
 
 
 def render(page: Page) -> str:

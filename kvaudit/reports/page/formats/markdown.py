@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvaudit.core.text import clip, inline
-from kvaudit.reports.page.page import Page, Screen, grid_table
+from kvaudit.reports.page.page import Grid, Page, Screen, grid_table
 from kvaudit.reports.sections.shared.tables import Passage, Table
 
 _FINDING, _LIMITS = 400, 8  # characters of a section's finding; number of limits
@@ -43,14 +43,17 @@ def screen_parts(screen: Screen, words: int = 900) -> Iterator[str]:
     yield " · ".join(f"{escape(name)} **{escape(text)}**" for name, text in screen.facts)
     yield "\n".join(f"* **{escape(answer.asks)}** {escape(answer.line)}" for answer in screen.answers)
     yield "\n".join(f"* {escape(line)}" for line in screen.suggestions)
-    grid = screen.grid
+    yield from grid_parts(
+        screen.grid, max(1, words // (4 * (len(screen.grid.columns) + 2)))
+    )  # a cell has about 4 words
+
+
+def grid_parts(grid: Grid, n_rows: int) -> Iterator[str]:
+    """Yield the ``n_rows`` worst rows of the grid as a table, then the legend of its signs; nothing without rows."""
     if grid.rows:
-        # a cell has about four words
-        n_rows = max(1, words // (4 * (len(grid.columns) + 2)))
         n_omitted = grid.left_out + max(0, len(grid.rows) - n_rows)
         yield markdown_table(grid_table(grid, n_rows))
-        omitted_note = f" {n_omitted} more rows are in contrasts.csv." if n_omitted else ""
-        yield escape(f"{grid.signs}.{omitted_note}")
+        yield escape(f"{grid.signs}." + (f" {n_omitted} more rows are in contrasts.csv." if n_omitted else ""))
 
 
 def _without_screen(page: Page) -> str:
@@ -94,9 +97,14 @@ def _section(section: Passage) -> Iterator[str]:
 
 def markdown_table(table: Table) -> str:
     """Return a table as Markdown."""
-    marks = ["---" if i < table.words else "---:" for i in range(len(table.headers))]
-    rows = [table.headers, marks, *table.rows]
-    return "\n".join("| " + " | ".join(c if r is marks else escape(c) for c in r) + " |" for r in rows)
+    headers, *rows = ([escape(cell) for cell in row] for row in (table.headers, *table.rows))
+    return pipe_table(headers, rows, words=table.words)
+
+
+def pipe_table(headers: Sequence[str], rows: Iterable[Sequence[str]], words: int) -> str:
+    """Return a table of cells that are Markdown already; all but the first ``words`` columns are aligned right."""
+    marks = ["---" if i < words else "---:" for i in range(len(headers))]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (headers, marks, *rows))
 
 
 FORMATS = {"report.md": render}

@@ -172,7 +172,7 @@ class ItemShades:
         return number in self._answers
 
     def table(self) -> dict[str, Any]:
-        """Return the item's colours, by token, as a table to be written as JSON into the page's data file."""
+        """Return the item's shades as the table that is written into the data file."""
         return {"pieces": self._pieces, "roles": _run_lengths(self._roles), "answers": self._answers}
 
 
@@ -247,7 +247,7 @@ def flip_key(kind: str, suite: str, context_tokens: int, item: str, candidate: C
 
 
 def flips_of(data: RunData, comparison: Comparison) -> Iterator[Flip]:
-    """Yield every flip of a run: an item whose score or facet differs between two compared sides."""
+    """Yield every flip of a run."""
     kinds = kinds_shown(data)
     for suite in comparison.suites:
         names = [name for name in FACETS if f"{suite}.{name}" in comparison.facets]
@@ -264,10 +264,9 @@ def flips_of(data: RunData, comparison: Comparison) -> Iterator[Flip]:
 def _of_side(
     comparison: Comparison, tables: Mapping[str, Panel], estimand: str, arm: str, policy: str
 ) -> Iterator[Flip]:
-    """Yield the flips (items whose score or facet differs between the two sides) of one arm under one policy.
+    """Yield the flips of one arm under one policy, in the order of seed pairs, then of items.
 
-    ``estimand`` is the kind of comparison, such as "alike" (both checkpoints served under the same policy). ``tables``
-    are the score tables at one context length, by metric. The flips are in the order of seed pairs, then of items.
+    ``estimand`` is the kind of comparison, such as "alike". ``tables`` are the score tables at one length, by metric.
     """
     panel = tables[SCORE]
     for pair in seed_pairs(comparison, panel, arm):
@@ -309,13 +308,12 @@ def places_of(data: RunData, flips: Sequence[Flip]) -> list[Pair]:
     for n, key in enumerate(zip(*(rows[name].tolist() for name in keys), strict=True)):
         rows_by_cell.setdefault(key, []).append(n)
     files, lines = rows["file"].tolist(), rows["line"].tolist()
-    worth = {SCORE: rows[SCORE].to_numpy(dtype=np.float64)} | {
-        n: facet_scores(rows[FACET_COLUMNS[n]], n) for n in FACETS
-    }
+    values = {SCORE: rows[SCORE].to_numpy(dtype=np.float64)}
+    values |= {name: facet_scores(rows[FACET_COLUMNS[name]], name) for name in FACETS}
 
     def place(flip: Flip, cell: CellKey, *, highest: bool) -> RecordPlace:
         draws = rows_by_cell[flip.suite, flip.context_tokens, flip.item, *cell]
-        value = worth[flip.changes[0].metric]
+        value = values[flip.changes[0].metric]
         readable = [n for n in draws if not np.isnan(value[n])] or draws  # readable draws, if any
         chosen = (max if highest else min)(readable, key=lambda n: value[n])
         return str(files[chosen]), int(lines[chosen])

@@ -1,11 +1,12 @@
 """Flips (items whose answers differ) -> a folder of static pages.
 
-The data files are scripts, since a page opened as file:// cannot fetch JSON.
+The data files are scripts, since a page opened as file:// cannot fetch JSON. A shade is the share of layers and heads
+whose cache still held a token when an answer began; only answers whose cache evicted entries have shades.
 
 index.html, view.css, *.js   the same for every run, without any text of a run
 data/flips.js                the list, a column per field
 data/texts-<n>.js            prompts and answers of some items, loaded when one is opened or searched
-data/shades-<n>.js           the share of the cache that held their tokens, if known
+data/shades-<n>.js           the shades of their tokens, if known
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class RunView:
             write_output(out / name, (Path(__file__).parent / "static" / name).read_text(encoding="utf-8"))
 
     def write_shades(self, out: Path) -> None:
-        """Write the shades (how much of the cache held each token), and the list of flips, which points to them."""
+        """Write the shades, and the list of flips, which points to them."""
         shaded = self._shades_by_item()
         for number, items in enumerate(self._files):
             table = {self._items[item]: shaded[item].table() for item in items if item in shaded}
@@ -90,19 +91,13 @@ class RunView:
         write_output(out / DATA / LIST, f"const VIEW = {script(self._table(shaded))};\n")
 
     def shaded_counts(self) -> tuple[int, int]:
-        """Return two counts: the flips with evictions that have shades to show, and all flips with evictions.
-
-        Shades say how much of the cache still held each token.
-        """
+        """Return two counts: the flips with evictions that have shades to show, and all flips with evictions."""
         shaded = self._shades_by_item()
         codes = [self._eviction_code(pair, shaded) for pair in self._answers]
         return codes.count(1), codes.count(1) + codes.count(2)
 
     def missing_shades(self, number: int) -> dict[str, set[AnswerKey]]:
-        """Return the answers without shades (how much of the cache held each token) among the flips with evictions.
-
-        Only the first ``number`` such flips are looked at. The answers are grouped by unit (record file).
-        """
+        """Return, by unit (record file), the answers without shades in the first ``number`` flips with evictions."""
         answers = self._texts.answers
         evicted_flips = [n for n in interleave_cells(self.flips) if any(answers[a].evicted for a in self._answers[n])]
         shadings: dict[str, Shadings] = {}
@@ -116,10 +111,7 @@ class RunView:
         return missing
 
     def _shades_by_item(self) -> dict[ItemKey, ItemShades]:
-        """Return by item the shades (how much of the cache held each token) that the run folder stores.
-
-        Only answers whose cache evicted entries have shades.
-        """
+        """Return by item the shades that the run folder stores."""
         shadings: dict[str, Shadings] = {}
         shades: dict[ItemKey, ItemShades] = {}
         for number, answer in enumerate(self._texts.answers):

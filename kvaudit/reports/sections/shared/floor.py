@@ -58,10 +58,7 @@ class FloorUnit:
 
 
 def floor_of(records: pd.DataFrame, repeats: RepeatedAnswers, comparison: Comparison) -> tuple[FloorUnit, ...]:
-    """Return the A/A floor, the disagreement of repeated identical requests, of every unit that has repeats.
-
-    Units are in the order of the comparison; answers that have no repeat are left out.
-    """
+    """Return the A/A floor of every unit that has repeats; answers without a repeat are left out."""
     units = [unit for way, repeated in repeats.records.items() for unit in _units(way, records, repeated)]
     places = {policy: i for i, policy in enumerate(comparison.policies)}
     return tuple(
@@ -106,10 +103,7 @@ def _flips(suite: str, pairs: pd.DataFrame) -> Iterator[RepeatFlips]:
 
 @dataclass(frozen=True)
 class FloorCell:
-    """The A/A floor: how often one metric changed when requests were asked again, in the same or in another order.
-
-    The answers are those of one arm, policy and length over all seeds.
-    """
+    """The A/A floor of one metric, over the answers of all seeds of one arm, policy and length."""
 
     way: str
     answers: int
@@ -122,10 +116,7 @@ class FloorCell:
 def floor_at(
     units: tuple[FloorUnit, ...], arm: str, policy: str, metric: str, context_tokens: int
 ) -> tuple[FloorCell, ...]:
-    """Return the A/A floor of a cell (what changes when asked again) for each way of asking again.
-
-    Empty if the cell's requests were not repeated.
-    """
+    """Return the A/A floor of a cell for each way of asking again; empty if its requests were not repeated."""
     cells = []
     cell_units = [u for u in units if (u.arm, u.policy, u.context_tokens) == (arm, policy, context_tokens)]
     for way in dict.fromkeys(u.way for u in cell_units):

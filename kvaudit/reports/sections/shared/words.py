@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from math import isclose, isinf, log, log1p
 from typing import Any, Literal, NamedTuple
 
-from kvaudit.core.facets import PARITY, SELECTIVITY, Facet, facet_of
+from kvaudit.core.facets import DEPLOYED, PARITY, SELECTIVITY, SERVING, Facet, facet_of
 from kvaudit.core.text import length_label
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.stats.ratio import Times
@@ -120,20 +120,14 @@ def error_rates_text(rates: ErrorRates, alpha: float, margins: Iterable[float], 
 
     The text also states if this gate was not simulated, and that the figures do not cover ``ratios``.
     """
-    others = sorted({margin for margin in margins if not isclose(margin, rates.margin, abs_tol=1e-9)})
-    is_release = isclose(alpha, rates.release_level, abs_tol=1e-9)
-    missing = []  # parts of this gate that the simulation does not cover
-    if not is_release and not isclose(alpha, rates.level, abs_tol=1e-9):
-        missing.append(f"at this level ({alpha:g})")
-    if others:
-        missing.append(f"at a margin of {', '.join(f'{100 * margin:g}' for margin in others)} pp")
     level, highest, designs = rates.level, rates.false_pass_max, rates.false_pass_designs
-    if is_release:
+    if isclose(alpha, rates.release_level, abs_tol=1e-9):
         level, highest, designs = rates.release_level, rates.release_max, rates.release_designs
-    lines = [f"The gate was not simulated {' or '.join(missing)}."] if missing else []
-    lines += [
-        f"At level {level:g} the gate passes at most {percent(highest)} of simulated audits that lost exactly the "
-        f"margin, in any of {designs:,} designs: over all items or by whole templates, one sample or several.",
+    not_simulated = _not_simulated(alpha, level, margins, (rates.margin,))
+    lines = [
+        f"{not_simulated}At level {level:g} the gate passes at most {percent(highest)} of simulated audits that lost "
+        f"exactly the margin, in any of {designs:,} designs: over all items or by whole templates, one sample or "
+        "several.",
         f"Elsewhere up to {percent(rates.beyond_max)} (the interval, level {rates.level:g}), with a reference at "
         f"{100 * rates.beyond_rate:g} % and a margin of {100 * rates.beyond_margin:g} pp.",
     ]
@@ -145,15 +139,21 @@ def error_rates_text(rates: ErrorRates, alpha: float, margins: Iterable[float], 
 
 def rounds_error_rates_text(rates: RoundsErrorRates, alpha: float, margins: Iterable[float]) -> str:
     """Return sentences on the simulated error rates of a run in rounds, and on what of this gate was not simulated."""
-    others = sorted({margin for margin in margins if not any(isclose(margin, known) for known in rates.margins)})
-    missing = [] if isclose(alpha, rates.level) else [f"at this level ({alpha:g})"]
-    missing += [f"at a margin of {', '.join(f'{100 * margin:g}' for margin in others)} pp"] if others else []
-    not_simulated = f"The gate was not simulated {' or '.join(missing)}. " if missing else ""
+    not_simulated = _not_simulated(alpha, rates.level, margins, rates.margins)
     return (
         f"{not_simulated}At level {rates.level:g} a run in rounds that lost exactly the margin passes in at most "
         f"{percent(rates.passes)} and fails in at most {percent(rates.fails)} of {rates.simulations:,} simulated runs, "
         "under any plan."
     )
+
+
+def _not_simulated(alpha: float, level: float, margins: Iterable[float], simulated: Iterable[float]) -> str:
+    """Return a sentence that names a level or margins which were not ``simulated``; empty if all of them were."""
+    known = [*simulated]
+    others = sorted({m for m in margins if not any(isclose(m, margin, abs_tol=1e-9) for margin in known)})
+    missing = [] if isclose(alpha, level, abs_tol=1e-9) else [f"at this level ({alpha:g})"]
+    missing += [f"at a margin of {', '.join(f'{100 * margin:g}' for margin in others)} pp"] if others else []
+    return f"The gate was not simulated {' or '.join(missing)}. " if missing else ""
 
 
 def decision_note(d: Decision) -> str:
@@ -315,11 +315,17 @@ def suite_label(sides: Comparison, d: Decision) -> str:
     return f"{suite}, parity" if d.estimand == PARITY else suite
 
 
-def reference_label(sides: Comparison, d: Decision | Contrast) -> str:
-    """Return arm and policy of the reference side of a difference, "ARM @ POLICY"."""
-    is_alike = sides.mode == "training" and d.estimand != "deployed"
-    policy = d.policy if is_alike else sides.uncompressed_of(d.policy)
-    return f"{sides.reference} @ {sides.label(policy)}"
+def reference_of(sides: Comparison, d: Decision | Contrast) -> tuple[str, str]:
+    """Return arm and policy of the reference side of a difference."""
+    uncompressed = sides.uncompressed_of(d.policy)
+    if is_serving(sides, d):
+        return d.arm, uncompressed
+    return sides.reference, uncompressed if d.estimand == DEPLOYED else d.policy
+
+
+def is_serving(sides: Comparison, d: Decision | Contrast) -> bool:
+    """Return whether a checkpoint under a policy is compared with itself uncompressed."""
+    return SERVING in (sides.base, d.estimand)
 
 
 class Fact(NamedTuple):
