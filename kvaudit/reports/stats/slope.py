@@ -21,7 +21,6 @@ from kvaudit.reports.stats.clustered import cr3_effect
 from kvaudit.reports.stats.effect import Array, Effect, Statistic
 from kvaudit.reports.stats.tango import ess_tango
 
-
 _MOST_EXACT = 200  # pairs: the exact test takes a tenth of a second, and its time grows with the third power
 
 

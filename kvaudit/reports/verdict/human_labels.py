@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.files import check_plain, read_json
@@ -27,7 +26,7 @@ from kvaudit.core.provenance import LABELLED, PROVENANCE
 from kvaudit.core.text import one_line
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.stats.adjudication import Labelled, adjudicated, label_weights, labelled_pairs
-from kvaudit.reports.stats.effect import Effect
+from kvaudit.reports.stats.effect import Array, Effect
 from kvaudit.reports.stats.judges import differential_bias, judge_error
 from kvaudit.reports.stats.shares import share
 from kvaudit.reports.verdict.contrast import CellName, CellPlace, ClusterSums, Contrast, Drift, LabelSummary
@@ -51,24 +50,22 @@ from kvaudit.reports.verdict.label_sheet import (
 )
 
 LABELS_FORMAT = 3
-_SIMPLE_LABELS = 2  # format of labels whose pairs were not spread over templates
 LABELS_FILE = "adjudication.json"
 REMEDY = "delete it and read the sheet again (kvaudit grade adjudicate)"
-_NOTE = re.compile(r", (\d+) cells, sha256 ([0-9a-f]{64})$")  # the end of a note on labels; earlier ones are a date
-_PartialLabels = npt.NDArray[np.float64]
+_NOTE = re.compile(r", (\d+) cells, sha256 ([0-9a-f]{64})$")  # the end of provenance's note on labels
 
 
 # --- the key of a sheet -----------------------------------------------------------------------------------------------
 
 
 def sheet_key(
-    data: RunData, answers: Sequence[PairedAnswers], *, seed: int, concordant: int, spread: bool = True
+    data: RunData, answers: Sequence[PairedAnswers], *, seed: int, concordant: int
 ) -> tuple[SheetKey, dict[str, ShownAnswer]]:
     """Return the key of a sheet (which row shows which answers), and the content of its rows by row name.
 
     Both follow from the records, ``seed`` and ``concordant``, the number of pairs to label that the judge graded alike.
     """
-    picks = [pairs_to_label(pairs, concordant, seed, spread=spread) for pairs in answers]
+    picks = [pairs_to_label(pairs, concordant, seed) for pairs in answers]
     texts = shown_answers(data, list(zip(answers, picks, strict=True)))
     hashes = {place: text_hash(text) for place, text in texts.items()}
     distinct = {hashes[place]: texts[place] for place in sorted(texts)}  # equal texts share a row
@@ -107,8 +104,7 @@ def check_key(key: SheetKey, sheet: Path, data: RunData, answers: Sequence[Paire
     """
     by_place = {pairs.contrast.place: pairs for pairs in answers}
     cells = [_answers_of_gated_cell(by_place, cell) for cell in key.cells]
-    expected = sheet_key(data, cells, seed=key.seed, concordant=key.concordant, spread=key.spread)[0]
-    if replace(expected, format=key.format) != key:  # older formats draw the pairs differently (``spread``)
+    if sheet_key(data, cells, seed=key.seed, concordant=key.concordant)[0] != key:
         raise DataError(
             f"{str(key_path(sheet))!r} does not match these records: rows, pairs or texts were changed; restore the "
             "original key, or write another sheet"
@@ -129,14 +125,12 @@ def _answers_of_gated_cell(answers: Mapping[CellPlace, PairedAnswers], cell: She
 class CellLabels(CellName):
     """The human labels (1 as wanted, 0 not) of one gated cell, by hash of the labelled text.
 
-    ``seed`` and ``concordant`` (a number) fix which of the pairs that the judge graded alike were drawn. ``spread``
-    says whether they were drawn in turn over the templates, which formats before 3 did not do.
+    ``seed`` and ``concordant`` (a number) fix which of the pairs that the judge graded alike were drawn.
     """
 
     seed: int
     concordant: int
     labels: Mapping[str, int]
-    spread: bool = True
 
 
 @dataclass(frozen=True)
@@ -158,7 +152,7 @@ def collect_labels(run: Path, reference: str, key: SheetKey, labels: Mapping[str
     for c in key.cells:
         rows = sorted({row for pair in c.pairs for row in (pair.candidate_row, pair.reference_row)})
         by_text = {key.rows[row]: labels[row] for row in rows}
-        cells.append(CellLabels(*c.place, key.seed, key.concordant, by_text, key.spread))
+        cells.append(CellLabels(*c.place, key.seed, key.concordant, by_text))
     new, stored = {cell.place for cell in cells}, load_labels(run, may_lack_cells=True)
     if stored is not None and (stored.records, stored.reference) != (key.records, reference):
         raise DataError(f"{str(run / 'report' / LABELS_FILE)!r} is about other records; {REMEDY}")
@@ -180,12 +174,12 @@ def render_labels(labels: Labels) -> str:
 
 
 def labels_note(labels: Labels, date: str, earlier: str | None) -> str:
-    """Return what provenance notes of labels that were read: the date, of how many cells they are, and their sha256.
+    """Return the note of labels in provenance: the date, the number of labelled cells, and the sha256 of the labels.
 
-    ``earlier`` is the former note, if any: a cell whose labels were lost still counts.
+    ``earlier`` is the note before, if any: a cell whose labels were lost still counts.
     """
-    found = _NOTE.search(earlier or "")
-    cells = max(len(labels.cells), int(found[1]) if found else 0)
+    match = _NOTE.search(earlier or "")
+    cells = max(len(labels.cells), int(match[1]) if match else 0)
     return f"{date}, {cells} cells, sha256 {hashlib.sha256(render_labels(labels).encode()).hexdigest()}"
 
 
@@ -204,27 +198,25 @@ def load_labels(run: Path, *, may_lack_cells: bool = False) -> Labels | None:
         labels = _parse_labels(json.loads(raw))
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{str(path)!r} cannot be used ({one_line(error)}); {REMEDY}") from None
-    note = read_json(run / PROVENANCE).get(LABELLED)
-    found = _NOTE.search(str(note))
-    if note is None or (found and hashlib.sha256(raw).hexdigest() != found[2]):
+    note = _NOTE.search(str(read_json(run / PROVENANCE).get(LABELLED)))
+    if note is None or hashlib.sha256(raw).hexdigest() != note[2]:
         raise DataError(f"{str(path)!r} is not what was last read back, it was edited or replaced; {REMEDY}")
-    if found and len(labels.cells) < int(found[1]) and not may_lack_cells:
-        counts = f"{len(labels.cells)} of {found[1]} cells that people labelled"
+    if len(labels.cells) < int(note[1]) and not may_lack_cells:
+        counts = f"{len(labels.cells)} of {note[1]} cells that people labelled"
         raise DataError(f"{str(path)!r} holds {counts}; read the sheets of the others too (kvaudit grade adjudicate)")
     return labels
 
 
 def _parse_labels(value: Any) -> Labels:
-    if value["format"] not in (_SIMPLE_LABELS, LABELS_FORMAT):
+    if value["format"] != LABELS_FORMAT:
         raise ValueError(f"format {str(value['format'])[:20]!r}, wanted {LABELS_FORMAT}")
     body = {name: inner for name, inner in value.items() if name != "sha256"}
     if _labels_sha256(body) != value["sha256"]:
         raise ValueError("it was changed after it was written")
-    simple = {"spread": False} if value["format"] == _SIMPLE_LABELS else {}
-    cells = tuple(_parse_cell({**cell, **simple}) for cell in value["cells"])
+    cells = tuple(_parse_cell(cell) for cell in value["cells"])
     if not cells or len({cell.place for cell in cells}) < len(cells):
         raise ValueError("it names no cell, or a cell twice")
-    return Labels(**{**check_types(body, Labels), "cells": cells, "format": LABELS_FORMAT})
+    return Labels(**{**check_types(body, Labels), "cells": cells})
 
 
 def _parse_cell(value: Any) -> CellLabels:
@@ -251,11 +243,11 @@ class HumanLabels:
     """
 
     pairs: PairedAnswers
-    candidate: _PartialLabels
-    reference: _PartialLabels
+    candidate: Array
+    reference: Array
 
     @property
-    def difference(self) -> _PartialLabels:
+    def difference(self) -> Array:
         """The differences candidate - reference [M], NaN for unlabelled pairs."""
         return self.candidate - self.reference
 
@@ -299,10 +291,7 @@ def match_labels(data: RunData, drift: Drift, stored: Labels) -> list[HumanLabel
     contrasts = {c.place: c for c in drift.contrasts if c.effect}
     cells = [cell for cell in stored.cells if cell.place in contrasts]
     answers = [pairs_of(data, drift.comparison, contrasts[cell.place]) for cell in cells]
-    picks = [
-        pairs_to_label(pairs, cell.concordant, cell.seed, spread=cell.spread)
-        for pairs, cell in zip(answers, cells, strict=True)
-    ]
+    picks = [pairs_to_label(pairs, cell.concordant, cell.seed) for pairs, cell in zip(answers, cells, strict=True)]
     answers_shown = shown_answers(data, list(zip(answers, picks, strict=True)))
     texts = {place: text_hash(text) for place, text in answers_shown.items()}
     return [

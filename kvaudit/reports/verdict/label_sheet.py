@@ -38,7 +38,6 @@ from kvaudit.reports.verdict.contrast import CellName, Contrast
 from kvaudit.reports.verdict.drift import seed_pairs, two_sides, weights_of
 
 KEY_FORMAT = 2
-_SIMPLE_KEY = 1  # format of keys whose pairs were not spread over templates
 
 
 @dataclass(frozen=True)
@@ -75,11 +74,6 @@ class SheetKey:
     cells: tuple[SheetCell, ...]
     format: int = KEY_FORMAT
 
-    @property
-    def spread(self) -> bool:
-        """Whether the concordant pairs (graded alike by the judge) were drawn in turn over the templates."""
-        return self.format != _SIMPLE_KEY
-
 
 def key_path(sheet: Path) -> Path:
     """Return the path of a label sheet's key, the file that says whose answers its rows show."""
@@ -106,7 +100,7 @@ def read_key(sheet: Path) -> SheetKey:
 
 
 def _parse_key(value: Any) -> SheetKey:
-    if value["format"] not in (_SIMPLE_KEY, KEY_FORMAT):
+    if value["format"] != KEY_FORMAT:
         raise ValueError(f"format {value['format']!r}, wanted {KEY_FORMAT}")
     cells = []
     for cell in value["cells"]:
@@ -248,8 +242,8 @@ FEWEST_CONCORDANT = 100  # by default: fewer pairs are too few to estimate a jud
 DESIRED = 0.5  # lowest score that counts as the judge's label 1
 DIGESTED = ("suite", "context_tokens", "arm", "train_seed", "policy", "item_id", "sample_index", "cluster_id", "score")
 _MATCH = ["item_id", "sample_index"]
-_Labels = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.int64]
+_Labels = npt.NDArray[np.int64]
 
 
 class AnswerPlace(NamedTuple):
@@ -321,7 +315,11 @@ def _select(contrasts: list[Contrast], key: str, value: str) -> list[Contrast]:
         raise UnknownName("selector", key, _SELECTORS)
     field = "context_tokens" if key == "context" else key
     values = sorted({str(getattr(c, field)) for c in contrasts})
-    selected = match_policies([value], values)[0] if key == "policy" else FORMER_CONTRASTS.get(value, value)
+    selected = value
+    if key == "policy":
+        selected = match_policies([value], values)[0]
+    elif key == "estimand":
+        selected = FORMER_CONTRASTS.get(value, value)
     if selected not in values:
         raise UnknownName(f"{key} among the gated cells", value, values)
     return [c for c in contrasts if str(getattr(c, field)) == selected]
@@ -368,20 +366,14 @@ def _answers(c: Contrast, table: pd.DataFrame) -> PairedAnswers:
     )
 
 
-def pairs_to_label(pairs: PairedAnswers, concordant: int, seed: int, *, spread: bool = True) -> Indices:
+def pairs_to_label(pairs: PairedAnswers, concordant: int, seed: int) -> Indices:
     """Return the indices of the pairs to label, ascending: all that the judge graded differently, some graded alike.
 
-    Those graded alike are ``concordant`` random pairs, drawn in turn over the templates. Without ``spread`` they are a
-    simple random sample, as in older label files.
+    Those graded alike are ``concordant`` random pairs, drawn in turn over the templates.
     """
     name = " ".join(map(str, pairs.contrast.place))
     generator = np.random.default_rng([seed, zlib.crc32(name.encode())])  # hash() differs between processes
-    if spread:
-        extra = np.flatnonzero(round_robin(generator, ~pairs.discordant, pairs.clusters, concordant))
-    else:
-        alike = np.flatnonzero(~pairs.discordant)
-        extra = generator.choice(alike, size=min(concordant, len(alike)), replace=False)
-    return np.sort(np.concatenate([np.flatnonzero(pairs.discordant), extra]))
+    return np.flatnonzero(pairs.discordant | round_robin(generator, ~pairs.discordant, pairs.clusters, concordant))
 
 
 def concordant_templates(answers: Sequence[PairedAnswers]) -> int:
