@@ -67,8 +67,8 @@ class Pin:
     ) -> tuple[str, ...] | None:
         """Return the names of the files in which this seed of a run's reference differs from a pinned checkpoint.
 
-        None if no pinned checkpoint has the same ``weights`` (their sha256). If the pin has this arm and seed, only that
-        checkpoint counts. ``files`` are the sha256 of the checkpoint's other files by name; if the run lists none
+        None if no pinned checkpoint has the same ``weights`` (their sha256). If the pin has this arm and seed, only
+        that checkpoint counts. ``files`` are the sha256 of the checkpoint's other files by name; if the run lists none
         (None), all files of the pin differ.
         """
         same_name = [c for c in self.checkpoints if c.named and (c.arm, c.seed) == (arm, seed)]

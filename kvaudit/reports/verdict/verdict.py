@@ -143,8 +143,8 @@ class ArmVerdict:
 class Adjustment:
     """How p-values are adjusted for multiple testing.
 
-    ``method`` is max-T, or another for the ``reason`` given; ``floor`` is the smallest possible p-value. ``critical``
-    is how many standard errors below 0 the lowest cell must lie for a FAIL.
+    ``method`` is max-T, or Holm for the ``reason`` given; ``floor`` is the smallest possible p-value. ``critical`` is
+    how many standard errors below 0 the lowest cell must lie for a FAIL, infinite without cells.
     """
 
     method: str
@@ -210,7 +210,7 @@ def worst_recipe(statuses: Sequence[Status | None]) -> Status | None:
 
 @dataclass(frozen=True)
 class Decided:
-    """A run with all from which its report follows: the drift, the rules, the waivers and the verdict."""
+    """A decided run: its drift, rules, waivers and verdict, from which its report follows."""
 
     drift: Drift
     rules: Rules
@@ -265,7 +265,7 @@ class Waiver:
 
 
 def read_waivers(path: Path) -> YamlFile:
-    """Read a waiver file as a mapping; ``parse_waivers`` checks its content against a comparison."""
+    """Read a waiver file; ``parse_waivers`` checks its content against a comparison."""
     return read_yaml(path, "waiver file")
 
 
