@@ -46,7 +46,7 @@ from kvaudit.core.text import one_line
 from kvaudit.reports.records.rows import Columns, Panel, Problem, count_distinct, panels, read_unit
 
 MAX_PROBLEMS = 1000  # that are listed
-LAST_STEP, LARGEST = 10**9, 1e100  # bounds of telemetry that a plot can show
+LAST_STEP, LARGEST = 10**9, 1e100  # of telemetry, so that it can be plotted
 SCAN, ANSWERS = "scan.json", "answers.json"
 _EVIDENCE: dict[str, tuple[str, str, type]] = {
     SCAN: ("kvaudit.scan", "found", list),
@@ -59,13 +59,10 @@ _SEED_FOLDER = re.compile(r"seed-(-?[0-9]+)")
 
 @dataclass(frozen=True)
 class Evidence:
-    """The content of three optional files of a run folder; None for one that is missing.
+    """The content of three optional files of a run folder; None for one that is missing."""
 
-    They are a scan of configurations, a vendor's answers to the questionnaire, and the recipe of the training.
-    """
-
-    scan: Mapping[str, Any] | None = None  # written by ``kvaudit scan --json``
-    answers: Mapping[str, Any] | None = None  # to the questionnaire
+    scan: Mapping[str, Any] | None = None  # of configurations, written by ``kvaudit scan --json``
+    answers: Mapping[str, Any] | None = None  # a vendor's, to the questionnaire
     recipe: Mapping[str, Any] | None = None  # of the training; checked against its hashes
 
 

@@ -219,7 +219,7 @@ def _of_metric(facets: Mapping[str, Answers], answers: Answers, margin: float, h
 def _failed_checks(
     facets: Mapping[str, Answers], answers: Answers, rate: ShownShare, margin: float, how: str
 ) -> Iterator[tuple[Measurability, str, float]]:
-    """Yield the checks that a metric fails, the worst first: measurability, sentence, upper bound of the checked rate."""
+    """Yield the checks that a metric fails, the worst first: measurability, sentence, upper bound of the rate."""
     # over all items: answers without form already count against their own facet
     form = facets.get("", answers)
     readable = share(form.readable, form.clusters, draws=form.draws)
