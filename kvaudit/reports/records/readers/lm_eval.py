@@ -106,6 +106,7 @@ class _Questions:
 
     def _find(self, key: str) -> str:
         while (other := self._same.get(key, key)) != key:
+            self._same[key] = self._same.get(other, other)  # halves the chain, which may be as long as the log
             key = other
         return key
 
