@@ -4,8 +4,8 @@ A pair is the reference's and the candidate's answer to one request; it is disco
 differently, else concordant. People label every discordant pair, and concordant ones drawn in turn over the templates.
 A labelled concordant pair represents its share of its template's concordant pairs, a discordant pair only itself. With
 these weights the judge's error rates are rates of all pairs; their intervals assume that the pairs of a template are
-independent. Stored labels name texts by hash, so no file reveals which arm gave an answer: drift and statuses are
-computed from the run's own records whenever a report or verdict is made.
+independent. Stored labels name texts by hash, so that their file does not reveal which arm gave an answer: drift and
+statuses are computed from the run's own records whenever a report or verdict is made.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _sheet_cell(pairs: PairedAnswers, indices: Indices, names: Mapping[AnswerPla
 def check_key(key: SheetKey, sheet: Path, data: RunData, answers: Sequence[PairedAnswers]) -> None:
     """Raise DataError if the key of a label sheet is not the one that ``sheet_key`` makes of these records.
 
-    ``sheet_key`` gets the settings (seed, number of pairs) that the key itself states.
+    The seed and the number of pairs are taken from the key itself.
     """
     by_place = {pairs.contrast.place: pairs for pairs in answers}
     cells = [_answers_of_gated_cell(by_place, cell) for cell in key.cells]
@@ -186,8 +186,8 @@ def labels_note(labels: Labels, date: str, earlier: str | None) -> str:
 def load_labels(run: Path, *, may_lack_cells: bool = False) -> Labels | None:
     """Return the labels stored in a run folder, None without any.
 
-    Raises DataError for a broken file, for one that was not the last to be read back, and, unless ``may_lack_cells``,
-    for one without the labels of cells that an earlier one had.
+    Raises DataError for a broken file, and for one that is not what was last read back. Unless ``may_lack_cells``, it
+    also raises for a file without the labels of cells that an earlier one had.
     """
     path = run / "report" / LABELS_FILE
     if not path.exists():
@@ -331,10 +331,10 @@ def _with_human_labels(c: Contrast, h: HumanLabels, alpha: float) -> Contrast:
 
 
 def _human_effect(h: HumanLabels, labels: Labelled, alpha: float) -> Effect:
-    """Return the drift by human labels; bounds are clipped to [-1, 1], which a sum of two intervals can exceed."""
+    """Return the drift by human labels; its bounds are clipped to [-1, 1], which a sum of intervals may exceed."""
     effect = adjudicated(h.pairs.discordant, h.difference, h.pairs.clusters, alpha=alpha)
     low, high, lower, upper = np.clip((effect.low, effect.high, effect.lower, effect.upper), -1.0, 1.0)
-    # no test of the direction of m templates can show more, and the bounds of so few are too narrow
+    # the least p-value of a test of the directions of m templates; the bounds of few templates are too narrow
     least = 0.5 ** int(np.count_nonzero(labels.totals))
     drop = float(np.clip(effect.pvalue_drop, least, 1 - least)) if least < 1 else effect.pvalue_drop
     return replace(

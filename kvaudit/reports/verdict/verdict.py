@@ -115,7 +115,7 @@ class Decision(CellName):
 
     @property
     def is_unclustered(self) -> bool:
-        """Whether this cell fails to pass only because the data do not name the templates of its items."""
+        """Whether a PASS of this cell was held back because the data do not name the templates of its items."""
         return any(reason.code == ReasonCode.NO_CLUSTERS for reason in self.reasons)
 
     @property
@@ -203,7 +203,7 @@ def worst(statuses: Iterable[Status]) -> Status:
 
 
 def worst_recipe(statuses: Sequence[Status | None]) -> Status | None:
-    """Return the worst of the verdicts on recipes (ways of training), None if any is missing."""
+    """Return the worst of the statuses of recipes (ways of training), None if any is missing."""
     verdicts = [status for status in statuses if status]
     return worst(verdicts) if verdicts and len(verdicts) == len(statuses) else None
 
@@ -226,7 +226,7 @@ class Decided:
     def contrasts(self) -> Iterator[Contrast]:
         """The measured differences in suites' scores, and in facets that have a margin or ratio.
 
-        All other facets are in a section of their own.
+        The report shows all other facets in a separate section.
         """
         facets = self.comparison.facets
         return (c for c in self.drift.contrasts if c.suite not in facets or self.rules.has_limit(c.suite))
