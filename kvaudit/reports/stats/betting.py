@@ -59,8 +59,8 @@ def betting_effect(
 ) -> Effect:
     """Return the effect of item differences z [N] in [-1, 1] at one look (interim test).
 
-    Every cluster counts once, by its mean. ``lower`` holds at ``alpha`` and ``upper`` at ``alpha / tests``: a PASS needs
-    all tests, a FAIL only one. ``is_last`` marks the last planned look.
+    Every cluster counts once, by its mean. ``lower`` holds at ``alpha`` and ``upper`` at ``alpha / tests``: a PASS
+    needs all tests, a FAIL only one. ``is_last`` marks the last planned look.
     """
     values, labels = np.asarray(z, dtype=np.float64), np.asarray(clusters)
     assert np.abs(values).max(initial=0) <= 1 + 1e-9, "differences lie in [-1, 1]"
