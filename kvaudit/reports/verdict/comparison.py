@@ -43,7 +43,7 @@ from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import facet_metrics
 from kvaudit.reports.verdict.reasons import Reason, ReasonCode
 
-BY_PHRASES, PROGRAMMATIC = "phrases", "programmatic"  # judges of records by name; the second is the suite itself
+BY_PHRASES, PROGRAMMATIC = "phrases", "programmatic"  # names of judges: a search for phrases, the suite's own grader
 UNIT = ["arm", "train_seed", "policy", "suite", "context_tokens"]
 
 

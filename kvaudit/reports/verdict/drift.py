@@ -265,8 +265,9 @@ def contrast(
     look = comparison.looks.get(suite_of(panel.suite))
     if look is not None and is_well_formed(panel.suite):
         look = look.for_readable
-    alike = any(map(comparison.alike, {cell.arm for cell in cells}))
-    return _with_numbers(replace(blank, look=look), panel, weights, cells, alpha, 0 if alike else _fewest_seeds(cells))
+    # seeds with equal weights are one training run, which is no evidence about others
+    runs = 0 if any(map(comparison.alike, {cell.arm for cell in cells})) else _fewest_seeds(cells)
+    return _with_numbers(replace(blank, look=look), panel, weights, cells, alpha, runs)
 
 
 def _estimate_alone(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_]) -> Reason:
@@ -280,9 +281,9 @@ def _estimate_alone(panel: Panel, weights: list[Weights], recorded: npt.NDArray[
 
 
 def _with_numbers(
-    blank: Contrast, panel: Panel, weights: list[Weights], cells: list[CellKey], alpha: float, seeds: int
+    blank: Contrast, panel: Panel, weights: list[Weights], cells: list[CellKey], alpha: float, runs: int
 ) -> Contrast:
-    """Return the contrast with its effect, and with that of the recipe if ``seeds`` training runs support a claim."""
+    """Return the contrast with its effect, and with that of the recipe if there are enough training ``runs``."""
     # items with a record: the same in every cell, as ``incomparable_reasons`` checked
     recorded = ~np.isnan(panel.floor[cells[0]])
     z = np.stack([_combine(panel.scores, w, recorded) for w in weights])  # [S, N], NaN where a facet could not be read
@@ -303,7 +304,7 @@ def _with_numbers(
         effect = widened_to(effect, _effect_of(blank, panel, other_mean, other_clusters, draws, alpha))
         totals.append((_cluster_sums(panel, other_mean, other_clusters),))
     recipe = None
-    if seeds >= SEEDS_NEEDED:
+    if runs >= SEEDS_NEEDED:
         recipe = widened_to(recipe_effect(z, clusters, alpha=alpha), effect)
     if blank.estimand != INTERACTION:
         candidate, reference = paired_scores(panel, weights, present)
