@@ -343,22 +343,22 @@ def some_of(names: Iterable[str]) -> str:
 
 
 def _conflicts(records: pd.DataFrame) -> Iterator[Reason]:
-    """Yield a reason against deciding the run where records of one checkpoint, policy or suite contradict each other.
+    """Yield a reason against deciding the run if records of one checkpoint, policy or suite contradict each other.
 
-    Compared are the hashes of weights and policies, the versions of suites, and their judges.
+    They must agree in the hash of weights or policy, and in the suite's version and judge.
     """
     # other outcomes were not graded by the suite's judge
     judged = records.loc[records["outcome"].isin([Outcome.DESIRED.value, Outcome.UNDESIRED.value]), ["suite", "judge"]]
-    for table, by, column, noun in (
-        (records, ["arm", "train_seed"], "checkpoint", "a checkpoint's weights"),
-        (records, ["policy"], "policy_hash", "a policy's hash"),
-        (records, ["suite"], "suite_version", "a suite's version"),
-        (judged, ["suite"], "judge", "a suite's judge"),
+    for table, by, column, nouns in (
+        (records, ["arm", "train_seed"], "checkpoint", "weights"),
+        (records, ["policy"], "policy_hash", "policy hashes"),
+        (records, ["suite"], "suite_version", "suite versions"),
+        (judged, ["suite"], "judge", "judges"),
     ):
         several = table.groupby(by, observed=True)[column].nunique()
-        names = [str(index) for index in several[several > 1].index]
+        names = [" seed ".join(map(str, i)) if isinstance(i, tuple) else str(i) for i in several[several > 1].index]
         if names:
-            yield Reason(ReasonCode.HASH, f"{noun} differs within {', '.join(names)}")
+            yield Reason(ReasonCode.HASH, f"records have several {nouns} for {some_of(names)}")
 
 
 def _differing_hashes(data: RunData) -> Iterator[Reason]:
