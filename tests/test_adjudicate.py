@@ -3,8 +3,7 @@
 import csv
 import json
 import shutil
-from dataclasses import asdict, replace
-from hashlib import sha256
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,17 +20,17 @@ from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run, drift_and_rules, write_report
 from kvaudit.reports.sections.judges import errors_table, labelled_cells, labelled_cells_table, panel_notes
-from kvaudit.reports.verdict.contrast import judge_may_pass
+from kvaudit.reports.verdict.contrast import Contrast, judge_may_pass
 from kvaudit.reports.verdict.decide import decide
 from kvaudit.reports.verdict.human_labels import (
     LABELS_FILE,
     CellLabels,
     Labels,
     apply_labels,
+    labels_note,
     load_labels,
     match_labels,
     render_labels,
-    sheet_key,
     with_labels,
 )
 from kvaudit.reports.verdict.label_sheet import (
@@ -40,6 +39,7 @@ from kvaudit.reports.verdict.label_sheet import (
     SheetKey,
     SheetPair,
     ShownAnswer,
+    _select,
     default_concordant,
     key_path,
     paired_answers,
@@ -51,7 +51,6 @@ from kvaudit.reports.verdict.label_sheet import (
     render_sheet,
     row_names,
     shown_answer,
-    shown_answers,
     spreadsheet_safe,
     text_hash,
 )
@@ -104,8 +103,8 @@ def command(*words):
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
-def noted(run, labelled="2026-01-02T03:04:05+00:00"):
-    """The run with this note on its labels, by default the date alone, as earlier versions wrote it; None for none."""
+def noted(run, labelled):
+    """Replace the run's note on its labels, None for no note; returns the former note."""
     provenance = json.loads((run / "provenance.json").read_text())
     kept = {key: value for key, value in provenance.items() if key != "labelled"}
     (run / "provenance.json").write_text(json.dumps(kept | ({"labelled": labelled} if labelled else {})))
@@ -464,8 +463,8 @@ def test_stored_labels_that_were_edited_and_hashed_again_are_refused(read_back, 
         assert "adjudication.json' is not what was last read back, it was edited or replaced; delete it" in done.stderr
     note = noted(run, None)
     assert "is not what was last read back" in command("gate", run).stderr, "nobody is known to have labelled"
-    noted(run)
-    assert command("gate", run).exit_code != 2, "of a run of an earlier version only the date is known"
+    noted(run, "2026-01-02T03:04:05+00:00")
+    assert "is not what was last read back" in command("gate", run).stderr, "a date alone names no labels"
     noted(run, note)
     path.write_text(first)
     assert command("gate", run).output == written.output
@@ -486,12 +485,12 @@ def test_labels_that_were_lost_are_missed_until_every_sheet_is_read_again(read_t
 def test_stored_labels_of_other_answers_are_refused(read_back, tmp_path):
     run, _ = copied(read_back[:2], tmp_path)
     stored = load_labels(run)
-    noted(run)
     (cell,) = stored.cells
     short = dict(list(cell.labels.items())[1:])
     for labels in (short, {**cell.labels, "0" * 64: 1}):
-        text = render_labels(replace(stored, cells=(replace(cell, labels=labels),)))
-        (run / "report" / LABELS_FILE).write_text(text)
+        changed = replace(stored, cells=(replace(cell, labels=labels),))
+        (run / "report" / LABELS_FILE).write_text(render_labels(changed))
+        noted(run, labels_note(changed, "2026-01-02", None))
         done = command("gate", run)
         assert done.exit_code == 2
         assert "holds labels of other answers than the pairs of naive, refusal" in done.output
@@ -550,47 +549,6 @@ def test_error_rates_weigh_a_label_by_the_pairs_it_stands_for(written, sheet):
     assert people.candidate.sensitivity.estimate == pytest.approx(wanted, abs=1e-12)
     assert people.candidate.sensitivity.trials == pytest.approx(len(pairs.items) / max(alike.values()))
     assert (people.templates, people.unseen) == (60, 0)
-
-
-def stored_as_before(run, concordant):
-    """Labels as they were written when all concordant pairs were drawn at once: people agree with the judge."""
-    data, pairs = load_run(run), pairs_of(run)
-    indices = pairs_to_label(pairs, concordant, 0, spread=False)
-    labels = {text_hash(row): int(row.answer == GOOD) for row in shown_answers(data, [(pairs, indices)]).values()}
-    cell = CellLabels("alike", "naive", "none", "refusal", 192, 0, concordant, labels)
-    body = asdict(Labels(records_digest(data.records), "dense", (cell,), format=2))
-    del body["cells"][0]["spread"]
-    text = json.dumps(body, sort_keys=True, ensure_ascii=True)
-    (run / "report").mkdir(exist_ok=True)
-    (run / "report" / LABELS_FILE).write_text(json.dumps(body | {"sha256": sha256(text.encode()).hexdigest()}))
-    noted(run)
-    return data, pairs
-
-
-def test_labels_of_a_simple_sample_still_read_and_name_the_templates_they_missed(written, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(written[0], run)
-    data, pairs = stored_as_before(run, 60)
-    drift = with_labels(data, drift_and_rules(data, GateOverrides())[0])
-    (c,) = [c for c in drift.contrasts if c.people]
-    drawn = pairs_to_label(pairs, 60, 0, spread=False)
-    missed = 60 - len(set(pairs.clusters[drawn[~pairs.discordant[drawn]]]))
-    assert 10 < missed < 40
-    assert (c.people.concordant, c.people.templates, c.people.unseen) == (60, 60, missed)
-    assert c.effect.estimate == pytest.approx(c.judged.estimate, abs=1e-12)
-
-
-def test_a_sheet_of_before_is_read_and_stays_a_simple_sample(written, tmp_path):
-    run, path = tmp_path / "run", tmp_path / "old.csv"
-    shutil.copytree(written[0], run)
-    key, shown = sheet_key(load_run(run), [pairs_of(run)], seed=0, concordant=60, spread=False)
-    path.write_text(render_sheet(shown))
-    key_path(path).write_text(render_key(replace(key, format=1)))
-    label(path)
-    assert command("grade", "adjudicate", run, "--read", path).exit_code == 4
-    assert [cell.spread for cell in load_labels(run).cells] == [False]
-    key_path(path).write_text(render_key(replace(key, format=2)))
-    assert "does not match these records" in command("grade", "adjudicate", run, "--read", path).output
 
 
 def test_labels_of_some_templates_pass_nothing_and_say_how_many_more_it_takes(written, tmp_path):
@@ -735,6 +693,12 @@ def test_a_selection_without_cells_is_one_line(written, tmp_path, words, said):
     done = command("grade", "adjudicate", written[0], "--out", tmp_path / "s.csv", *words)
     assert done.exit_code == 2
     assert said in done.output
+
+
+def test_an_arm_with_the_former_name_of_a_difference_can_be_selected():
+    contrasts = [Contrast("alike", "E1", "none", "math", 192)]
+    assert _select(contrasts, "arm", "E1") == contrasts
+    assert _select(contrasts, "estimand", "E1") == contrasts
 
 
 def test_the_digest_follows_scores_and_not_the_order_of_rows(written):

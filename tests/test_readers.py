@@ -674,7 +674,7 @@ def test_an_inspect_log_in_json_reads_as_its_eval_does(tmp_path):
     ("parts", "said"),
     [
         ({"samples": None}, "is the header of an Inspect log, without its samples"),
-        ({"samples": []}, "holds no row of a Inspect .eval or .json log"),
+        ({"samples": []}, "holds no row that can be read as Inspect .eval or .json log"),
         ({"samples": [7]}, "not a JSON object"),
     ],
 )
@@ -700,3 +700,9 @@ def test_an_inspect_log_in_json_that_was_not_finished_says_so(tmp_path):
 def test_a_file_that_no_reader_knows_is_named_with_what_helps(tmp_path, name, text, said):
     with pytest.raises(DataError, match=re.escape(said)):
         read(written(tmp_path, name, text))
+
+
+def test_a_table_of_clusters_leaves_out_rows_without_an_item_and_blanks_around_one(tmp_path):
+    table = written(tmp_path, "map.csv", "cluster,item\nlost\nx, a \n")
+    rule = cluster_rule(f"file:{table}")
+    assert (rule({}, "None"), rule({}, "a")) == (None, "x")

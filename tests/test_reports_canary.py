@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pandas as pd
 import pytest
-from scipy.stats import wilcoxon
+from scipy.stats import binomtest, wilcoxon
 
 from kvaudit.core.provenance import NOISE
 from kvaudit.reports.records.load import load_run
@@ -182,6 +182,21 @@ def test_a_loss_that_is_shown_is_a_fail_however_noisy_the_engine(tmp_path: Path)
 def test_the_signed_rank_test_is_that_of_scipy(size: int) -> None:
     drawn = np.random.default_rng(size).normal(0.3, 1, size)
     assert signed_rank_above(drawn) == pytest.approx(wilcoxon(drawn, alternative="greater", method="exact").pvalue)
+
+
+@pytest.mark.parametrize("drift", [-0.02, 0.06])
+def test_the_signed_rank_test_of_many_pairs_is_nearly_exact_and_takes_no_minutes(drift: float) -> None:
+    drawn = np.random.default_rng(0).normal(drift, 1, 4000)
+    expected = wilcoxon(drawn, alternative="greater", method="asymptotic", correction=True).pvalue
+    assert signed_rank_above(drawn) == pytest.approx(expected, abs=1e-12)
+    few, many = drawn[:200], drawn[:201]
+    assert signed_rank_above(many) == pytest.approx(signed_rank_above(few), abs=0.03)
+
+
+@pytest.mark.parametrize("gains", [110, 120])
+def test_the_signed_rank_test_of_many_equal_differences_is_the_sign_test(gains: int) -> None:
+    equal = [1.0] * gains + [-1.0] * (210 - gains)
+    assert signed_rank_above(equal) == pytest.approx(binomtest(gains, 210, alternative="greater").pvalue, abs=2e-3)
 
 
 def test_ties_are_a_sign_test_and_no_difference_is_no_evidence() -> None:

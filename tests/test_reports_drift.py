@@ -207,6 +207,15 @@ def test_two_weights_under_one_name_are_invalid():
     rows = rows_of(small())
     rows[0] = dataclasses.replace(rows[0], checkpoint="0" * 64)
     assert codes(rows, small())[1] == {"HASH", "REFHASH"}
+    (text,) = [reason.text for reason in reasons_of(rows) if reason.code == "HASH"]
+    assert text == f"records have several weights for {rows[0].arm} seed {rows[0].train_seed}"
+
+
+def test_of_many_records_that_contradict_each_other_three_are_named():
+    rows = [dataclasses.replace(row, arm=f"arm{i % 9}") for i, row in enumerate(rows_of(small()))]
+    rows = [dataclasses.replace(row, checkpoint=str(i // 9 % 2)) for i, row in enumerate(rows)]
+    weights = next(reason.text for reason in reasons_of(rows) if "weights" in reason.text)
+    assert weights.endswith("; and 6 more")
 
 
 @pytest.mark.parametrize(

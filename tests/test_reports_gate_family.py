@@ -101,9 +101,9 @@ def test_exhaustive_flips_of_one_panel_are_those_of_the_kernel(plain):
     clusters = np.repeat([f"t{i:02d}" for i in range(10)], 7)
     z = rng.integers(-1, 2, size=(4, 70)) - np.array([0.5, 0.2, 0, 0])[:, None]
     family = joint_family([row_of(plain, row, clusters) for row in z])
-    assert family.method == MAX_T
+    assert family.adjustment.method == MAX_T
     assert family.pvalues == pytest.approx(max_t_groups([(z, clusters)]).pvalues, abs=1e-12)
-    assert family.floor == pytest.approx(1 / 2**10)
+    assert family.adjustment.floor == pytest.approx(1 / 2**10)
 
 
 def test_cells_that_are_one_and_the_same_cost_nothing(plain):
@@ -170,17 +170,17 @@ def test_the_lowest_cell_is_a_drop_where_it_lies_beyond_the_critical_value(plain
     for drop in (0.3, 0.34, 0.36, 0.4):
         z[0] += -drop - z[0].mean()
         family = joint_family([row_of(plain, row, clusters) for row in z])
-        found.append(-float(studentised(z[0], np.ones(60))) > family.critical)
+        found.append(-float(studentised(z[0], np.ones(60))) > family.adjustment.critical)
         assert found[-1] == (family.pvalues[0] < 0.05)
-        assert 2.2 < family.critical < 3  # one cell alone needs t_.95 = 1.67
+        assert 2.2 < family.adjustment.critical < 3  # one cell alone needs t_.95 = 1.67
     assert set(found) == {False, True}
 
 
 def test_by_holm_the_critical_value_is_that_of_the_first_of_so_many_tests(plain):
     few = [row_of(plain, np.zeros(10), np.arange(10) // 2) for _ in range(4)]
     family = joint_family(few)
-    assert family.method == HOLM
-    assert family.critical == pytest.approx(float(stats.t.ppf(1 - 0.05 / 4, few[0].contrast.effect.df)))
+    assert family.adjustment.method == HOLM
+    assert family.adjustment.critical == pytest.approx(float(stats.t.ppf(1 - 0.05 / 4, few[0].contrast.effect.df)))
 
 
 def test_the_smallest_drop_that_is_found_is_found_four_times_in_five(plain):
@@ -189,9 +189,9 @@ def test_the_smallest_drop_that_is_found_is_found_four_times_in_five(plain):
     clusters = np.array([f"t{i:02d}" for i in range(72)])
     family = joint_family([row_of(plain, rng.normal(size=72), clusters) for _ in range(12)])
     error = 72**-0.5
-    for quantile, low, high in ((family.critical, 0.75, 0.85), (stats.t.ppf(0.95, 71), 0.35, 0.5)):
+    for quantile, low, high in ((family.adjustment.critical, 0.75, 0.85), (stats.t.ppf(0.95, 71), 0.35, 0.5)):
         drop = (quantile + stats.t.ppf(0.8, 71)) * error
-        found = studentised(rng.normal(-drop, 1, (4000, 72)), np.ones(72)) < -family.critical
+        found = studentised(rng.normal(-drop, 1, (4000, 72)), np.ones(72)) < -family.adjustment.critical
         assert low < found.mean() < high
 
 

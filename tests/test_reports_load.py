@@ -120,6 +120,16 @@ def test_telemetry_keeps_the_last_line_of_a_step(tmp_path):
     assert [(p.file, p.line) for p in data.problems] == [("checkpoints/dense/seed-3/telemetry.jsonl", 6)]
 
 
+@pytest.mark.parametrize("name", ["seed-²", "seed---3", "seed-", "seed-3 "])
+def test_a_folder_whose_name_is_no_seed_is_left_alone(run, name):
+    folder = run / "checkpoints" / "dense" / name
+    folder.mkdir(parents=True)
+    (folder / "telemetry.jsonl").write_text('{"step": 1}\n')
+    (folder / "provenance.json").write_text("{}")
+    data = load_run(run)
+    assert data.problems == ()
+
+
 @pytest.mark.parametrize(
     "line",
     [

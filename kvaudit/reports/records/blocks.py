@@ -7,7 +7,7 @@ returns None; the strict reader then names the error and its line.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Literal
@@ -140,7 +140,7 @@ def columns_by_name(tables: Sequence[Mapping[str, float]]) -> dict[str, list[flo
 
 
 def _facets(tables: Sequence[Any], formats: Sequence[int]) -> dict[str, list[float]]:
-    """Return, for every facet that occurs, a code per record: 1 yes, 0 no, UNREAD, or NaN where a record lacks it.
+    """Return, for every facet that occurs, a code per record: 1 yes, 0 no, UNREAD, or NaN if the record lacks it.
 
     Raises KeyError for an unknown name, and for a record of the current format without a table of facets.
     """
@@ -155,7 +155,7 @@ def _facets(tables: Sequence[Any], formats: Sequence[int]) -> dict[str, list[flo
 
 
 def _spans(tables: Sequence[Mapping[str, _SpanLine]]) -> dict[str, list[float]]:
-    """Return, for every span, the share of its cache entries that was kept, by record; NaN where a record lacks it.
+    """Return, for every span that occurs, the kept share of its cache entries per record; NaN if the record lacks it.
 
     A span is a named text of the prompt, such as "rule". Raises ValueError for an unknown name, bad share or bad place.
     """
@@ -169,9 +169,3 @@ def _spans(tables: Sequence[Mapping[str, _SpanLine]]) -> dict[str, list[float]]:
 
 def _is_span(span: _SpanLine) -> bool:
     return 0 <= span.kept <= 1 and all(message >= 0 and 0 <= start < end for message, start, end in span.at)
-
-
-def model_answers(transcripts: Sequence[list[_MessageLine]], rows: Sequence[int]) -> Iterator[list[str]]:
-    """Yield the texts of the assistant messages in the transcript of each of these rows."""
-    for row in rows:
-        yield [message.content for message in transcripts[row] if message.role == "assistant"]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -45,7 +46,7 @@ from kvaudit.core.text import one_line
 from kvaudit.reports.records.rows import Columns, Panel, Problem, count_distinct, panels, read_unit
 
 MAX_PROBLEMS = 1000  # that are listed
-LAST_STEP, LARGEST = 10**9, 1e100  # bounds of telemetry that a plot can show
+LAST_STEP, LARGEST = 10**9, 1e100  # of telemetry, so that it can be plotted
 SCAN, ANSWERS = "scan.json", "answers.json"
 _EVIDENCE: dict[str, tuple[str, str, type]] = {
     SCAN: ("kvaudit.scan", "found", list),
@@ -53,17 +54,15 @@ _EVIDENCE: dict[str, tuple[str, str, type]] = {
 }
 _EVIDENCE_VERSION = 1
 LARGEST_EVIDENCE = 10_000_000  # bytes: a scan of a large repository, or the largest questionnaire
+_SEED_FOLDER = re.compile(r"seed-(-?[0-9]+)")
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The content of three optional files of a run folder; None for one that is missing.
+    """The content of three optional files of a run folder; None for one that is missing."""
 
-    They are a scan of configurations, a vendor's answers to the questionnaire, and the recipe of the training.
-    """
-
-    scan: Mapping[str, Any] | None = None  # written by ``kvaudit scan --json``
-    answers: Mapping[str, Any] | None = None  # to the questionnaire
+    scan: Mapping[str, Any] | None = None  # of configurations, written by ``kvaudit scan --json``
+    answers: Mapping[str, Any] | None = None  # a vendor's, to the questionnaire
     recipe: Mapping[str, Any] | None = None  # of the training; checked against its hashes
 
 
@@ -115,7 +114,6 @@ def load_run(run: Path) -> RunData:
 
     Raises DataError if spec, provenance or sealed units are missing or changed, and if there are no records.
     """
-    run = Path(run)
     problems: list[Problem] = []
     _check_exists(run / PROVENANCE)
     provenance = read_provenance(run)
@@ -154,12 +152,6 @@ def problem_lines(data: RunData) -> Iterator[str]:
         yield f"and {len(data.problems) - MAX_PROBLEMS} more problems in the files"
     for unit in data.incomplete:
         yield f"{unit}: not finished (no seal); resume the run to complete it"
-    unhashed = [unit for unit, digest in data.inputs.items() if digest is None]
-    if unhashed:
-        yield (
-            f"{len(unhashed)} units have a seal without a hash of what they were evaluated from, first {unhashed[0]}; "
-            "whether rows, plug-ins or model files changed in between is not known"
-        )
 
 
 def _load_spec(path: Path, provenance: Mapping[str, Any]) -> RunSpec:
@@ -240,13 +232,12 @@ def _checkpoints(run: Path, problems: list[Problem]) -> dict[tuple[str, int], di
 def _checkpoint_files(run: Path, *names: str) -> Iterator[tuple[tuple[str, int], Path]]:
     """Yield (arm, seed) and path of each file with one of these names in the checkpoint folders."""
     for path in sorted(chain.from_iterable((run / "checkpoints").glob(f"*/seed-*/{name}") for name in names)):
-        seed = path.parent.name.removeprefix("seed-")
-        if seed.lstrip("-").isdigit():
-            yield (path.parent.parent.name, int(seed)), path
+        if seed := _SEED_FOLDER.fullmatch(path.parent.name):
+            yield (path.parent.parent.name, int(seed[1])), path
 
 
 def _telemetry(run: Path, problems: list[Problem]) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """Return the telemetry steps of every training run by (arm, seed).
+    """Return the telemetry of every training run by (arm, seed), one row per step.
 
     If a step has several lines, as after a resume, the last counts.
     """
@@ -270,7 +261,7 @@ def _step(row: Mapping[str, Any]) -> int:
     step = row["step"]
     if type(step) is not int or not 0 <= step <= LAST_STEP:
         raise ValueError(f"step is {str(step)[:40]}, wanted a whole number from 0 to {LAST_STEP}")
-    # "not <=" instead of ">", which NaN would pass
+    # "not <=" instead of ">", which is false for NaN
     bad = [key for key, value in row.items() if isinstance(value, int | float) and not abs(value) <= LARGEST]
     if bad:
         raise ValueError(f"{bad[0][:40]} is not a number from {-LARGEST:g} to {LARGEST:g}")
@@ -351,7 +342,7 @@ def _read_units(
     columns = Columns()
     for unit in plain_files(folder, "*.jsonl"):
         if seal_path(unit).is_file():
-            check_sealed(unit, read_unit(unit, columns, problems), read_json(seal_path(unit)))
+            check_sealed(unit, _read_unit(unit, columns, problems), read_json(seal_path(unit)))
         else:
             unfinished.append(f"{folder.name}/{unit.name}")
     if not columns.rows:

@@ -30,7 +30,6 @@ from kvaudit.reports.records.blocks import (
     UNREAD,
     Array,
     columns_by_name,
-    model_answers,
     parse_block,
 )
 
@@ -41,7 +40,7 @@ class TableColumns(NamedTuple):
     words: tuple[str, ...]  # categories
     whole_numbers: tuple[str, ...]  # int64
     real_numbers: tuple[str, ...]  # float64, NaN for None
-    nullable: Mapping[str, tuple[type, ...]]  # of the real numbers those that may be None; the types of a value
+    nullable: Mapping[str, tuple[type, ...]]  # real numbers that may be None -> types of their other values
 
 
 def table_columns(record: type[Record]) -> TableColumns:
@@ -65,21 +64,21 @@ _SCALAR_TYPES: dict[Any, tuple[type, ...]] = {str: (str,), int: (int,), float: (
 _SCALARS = {name: _SCALAR_TYPES[f.type] for name, f in schema_of(Record).fields.items() if f.type in _SCALAR_TYPES}
 WORDS, WHOLE_NUMBERS, _REAL_NUMBERS, NULLABLE = table_columns(Record)
 _FIELDS = (*WORDS, *WHOLE_NUMBERS, *_REAL_NUMBERS)
-ROLES = (*(role.value for role in TOKEN_ROLES), "format")
+ROLES = (*(role.value for role in TOKEN_ROLES), "format")  # the parts of a prompt whose survival is recorded
 RecordPlace = tuple[str, int]  # file and line of a record
-SCORE = "score"  # the metric of a suite that is no facet
+SCORE = "score"  # the metric that is no facet
 FACET_COLUMNS = {name: f"facet_{name}" for name in FACETS}  # 0 or 1, UNREAD, NaN where an item is not eligible
 SPAN_COLUMNS = {name: f"span_{name}" for name in SPANS}  # the kept share, NaN where an item has no such span
 LIVE_BYTES = "kv_bytes_live"  # NaN in records of versions that did not count it
 LOGPROB = "logprob"  # NaN where the engine gave none
-ANSWER_HASH = "answer_hash"  # of all assistant messages of an engine's answer, 0 for one of our own cache
+ANSWER_HASH = "answer_hash"  # of all assistant messages of an engine's answer; 0 for an answer with our own cache
 REAL_NUMBERS = (
     *_REAL_NUMBERS,
     *(f"survival_{role}" for role in ROLES),
     *FACET_COLUMNS.values(),
     *SPAN_COLUMNS.values(),
 )
-BLOCK_BYTES = 1 << 18  # bytes of lines that are parsed together; they fit into a processor's cache
+BLOCK_BYTES = 1 << 18  # of lines that are parsed together; they fit into a processor's cache
 _Mask = npt.NDArray[np.bool_]
 
 
@@ -94,7 +93,7 @@ class Columns:
     """The rows read so far, with the ``file`` and ``line`` of each.
 
     A column is one array that grows in place: a list of arrays would need twice the memory when they are joined. A
-    column without any value takes no memory before the end.
+    column without any value takes no memory until ``frame``.
     """
 
     def __init__(self) -> None:
@@ -200,7 +199,10 @@ def _fast_columns(raw: bytes) -> dict[str, Sequence[Any]] | None:
         return None
     hashes = np.zeros(len(values["score"]), dtype=np.int64)
     engine_rows = np.flatnonzero(np.isnan(values["retention"]))
-    hashes[engine_rows] = [_digest(texts) for texts in model_answers(values["transcript"], engine_rows.tolist())]
+    hashes[engine_rows] = [
+        _digest(message.content for message in values["transcript"][row] if message.role == Role.ASSISTANT)
+        for row in engine_rows.tolist()
+    ]
     return _table_values({**values, ANSWER_HASH: hashes})
 
 
@@ -290,7 +292,7 @@ def _is_valid_optional(name: str, value: Any) -> bool:
 
 
 class CellKey(NamedTuple):
-    """One checkpoint (arm and training seed) served under one policy, the key of a panel's scores."""
+    """The key of a panel's scores: one checkpoint (arm and training seed) served under one policy."""
 
     arm: str
     seed: int
@@ -381,7 +383,7 @@ def facet_metrics(records: pd.DataFrame) -> list[str]:
 
 
 def facet_scores(column: pd.Series, facet: str | None) -> Array:
-    """Return 1 for the wanted value of a facet, 0 for the other, NaN for no readable value.
+    """Return 1 where a facet has its wanted value, 0 where it has the other, NaN where it could not be read.
 
     If ``facet`` is None the column is a score, and is returned unchanged.
     """
@@ -392,10 +394,9 @@ def facet_scores(column: pd.Series, facet: str | None) -> Array:
 
 
 def _facets(rows: pd.DataFrame) -> Iterator[tuple[str, _Mask, Array, _Mask]]:
-    """Yield name, applicable rows, wanted values and readable rows of each facet that occurs.
+    """Yield each facet (yes-or-no property of an answer) that occurs: its name, and three arrays with an entry per row.
 
-    A facet is a yes-or-no property of an answer. The three arrays have an entry per row: whether the facet applies to
-    it, 1 where the value is the wanted one, and whether it could be read.
+    They are: whether the row has the facet, 1 where its value is the wanted one, and whether it could be read.
     """
     for name, column in FACET_COLUMNS.items():
         if column in rows:

@@ -263,7 +263,7 @@ def _doses(
 
     ``amounts`` are budgets or lengths, ``x`` their log2; the fitted rate rises with x if ``increasing``, else it falls.
     """
-    fitted = isotonic(x, scores.table.mean(axis=1), increasing=increasing).fitted
+    fitted = isotonic(x, scores.table.mean(axis=1), increasing=increasing)
     tail = (1 - LEVEL) / 2
     rows = zip(amounts, x, policies, scores.table, fitted, strict=True)
     return tuple(

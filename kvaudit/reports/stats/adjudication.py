@@ -31,10 +31,10 @@ class Labelled(NamedTuple):
     People labelled every pair that the judge graded differently, and ``looked`` of the ``alike`` ones (graded alike).
     """
 
-    pairs: Array  # [C], discordant or not
-    losses: Array  # discordant pairs where the human saw a loss
+    pairs: Array  # all
+    losses: Array  # discordant pairs that are a loss by human labels
     gains: Array
-    alike: Array  # pairs that the judge calls equal
+    alike: Array  # pairs that the judge graded alike
     looked: Array  # those of them that people labelled
     looked_losses: Array
     looked_gains: Array
@@ -250,7 +250,7 @@ def _drop_pvalue(labelled: Labelled) -> float:
         bounds = adjudicated_bounds(labelled, confidence=confidence)
         return float(bounds.high if estimate < 0 else -bounds.low)
 
-    least = 0.5 + 1e-9  # at one half the quantile is 0, and both bounds are the estimate
+    least = 0.5 + 1e-9  # at 0.5 the quantile is 0, and both bounds are the estimate
     if beyond(_SUREST) < 0:
         confidence = _SUREST
     elif beyond(least) >= 0:

@@ -26,8 +26,8 @@ METHOD = "betting bounds, and ESS-Tango at the last planned look"
 SOURCE = "Waudby-Smith & Ramdas 2024; Tango 1998"
 _POWER = 0.8  # with which a number of rows is planned
 SHARE = 0.35  # share of the level for the betting test; the last look, which decides more often, has the rest
-# Bets as shares of the largest allowed bet, with their weights. The last bet wins first if nothing changes, the others
-# if a few answers do; chosen on designs of bench.calibration.checks.rounds.
+# Bets as shares of the largest allowed bet, with their weights. If no answer changes the last bet wins first, if a few
+# do the others; chosen on designs of bench.calibration.checks.rounds.
 _BETS: Array = np.append(np.geomspace(0.1, 0.9, 16), 0.98)
 _WEIGHTS: Array = np.append(np.full(16, 0.6 / 16), 0.4)
 _STEPS = 30  # bisection steps: exact to a millionth of a percentage point
@@ -59,10 +59,8 @@ def betting_effect(
 ) -> Effect:
     """Return the effect of item differences z [N] in [-1, 1] at one look (interim test).
 
-    Every cluster counts once, by its mean.
-
-    ``lower`` holds at ``alpha`` and ``upper`` at ``alpha / tests``: a PASS needs all tests, a FAIL only one.
-    ``is_last`` marks the last planned look.
+    Every cluster counts once, by its mean. ``lower`` holds at ``alpha`` and ``upper`` at ``alpha / tests``: a PASS
+    needs all tests, a FAIL only one. ``is_last`` marks the last planned look.
     """
     values, labels = np.asarray(z, dtype=np.float64), np.asarray(clusters)
     assert np.abs(values).max(initial=0) <= 1 + 1e-9, "differences lie in [-1, 1]"
@@ -112,7 +110,7 @@ def smallest_margin(rows: int, alpha: float) -> float:
 def decidable_churn(rows: int, margin: float, alpha: float) -> float:
     """Return the largest share of changed answers with which a PASS at the last look has a chance of .8.
 
-    As many answers are thought to change for the better as for the worse, so that there is no drift.
+    It is assumed that as many answers change for the better as for the worse, so that there is no drift.
     """
     quantiles = float(special.ndtri(_POWER) - special.ndtri((1 - SHARE) * alpha))
     return min(1.0, rows * (margin / quantiles) ** 2)

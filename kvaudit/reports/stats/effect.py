@@ -3,7 +3,7 @@
 A statistic is a function of paired item differences and their clusters that returns a frozen result with an estimate, a
 p-value and the names of its method and source (an ``Effect`` if the gate uses it). A file of this folder that declares
 none says so in its docstring, after "No statistic:", with what it has instead.
-No statistic: the declaration of one.
+No statistic: the interface alone.
 """
 
 from __future__ import annotations
@@ -91,12 +91,12 @@ class Result(Protocol):
 class Statistic:
     """The declaration of a statistic: its function, and the name of the test that compares it with external numbers.
 
-    If ``function`` takes other arguments than differences and clusters, ``of`` takes these two and calls ``function``.
+    ``of`` calls ``function`` with differences and clusters; it is needed if ``function`` takes other arguments.
     """
 
     function: Callable[..., Result]
     oracle: str  # tests/FILE.py::TEST
-    of: Callable[[Array, npt.NDArray[np.int64]], Result] | None = None  # if ``function`` takes other arguments
+    of: Callable[[Array, npt.NDArray[np.int64]], Result] | None = None
 
     def __call__(self, z: Array, clusters: npt.NDArray[np.int64]) -> Result:
         """Compute the statistic of item differences z [N] in clusters [N]."""

@@ -10,13 +10,12 @@ No statistic: error rates of a judge, and the interval of one unpaired share.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from kvaudit.reports.stats.effect import LEVEL, Array
+from kvaudit.reports.stats.effect import LEVEL
 from kvaudit.reports.stats.mover import WeightedEstimate, mover
 from kvaudit.reports.stats.tango import Interval
 
@@ -35,32 +34,18 @@ class Proportion:
     source: str = "Clopper & Pearson 1934"
 
 
-class ExactBounds(NamedTuple):
-    """Lower and upper bounds of many proportions, each [...]."""
-
-    low: Array
-    high: Array
-
-
 def clopper_pearson(successes: float, trials: float, *, level: float = LEVEL) -> Proportion:
     """Return the exact (Clopper-Pearson) interval of a proportion of independent trials."""
-    low, high = clopper_pearson_bounds(successes, trials, level=level)
-    return Proportion(successes / trials if trials else None, float(low), float(high), successes, trials, level)
-
-
-def clopper_pearson_bounds(successes: npt.ArrayLike, trials: npt.ArrayLike, *, level: float = LEVEL) -> ExactBounds:
-    """Return the exact (Clopper-Pearson) bounds of many proportions, ``successes`` [...] of ``trials`` [...]."""
-    k, n = np.asarray(successes, dtype=np.float64), np.asarray(trials, dtype=np.float64)
     assert 0 < level < 1, level
-    assert np.all((k >= 0) & (k <= n)), (successes, trials)
-    tail = (1 - level) / 2
+    assert 0 <= successes <= trials, (successes, trials)
+    failures, tail = trials - successes, (1 - level) / 2
     # betaincinv needs positive shapes; the ends of the scale are set explicitly
-    low = np.where(k > 0, special.betaincinv(np.where(k > 0, k, 1), n - k + 1, tail), 0.0)
-    high = np.where(k < n, special.betaincinv(k + 1, np.where(k < n, n - k, 1), 1 - tail), 1.0)
-    return ExactBounds(low, high)
+    low = float(special.betaincinv(successes, failures + 1, tail)) if successes else 0.0
+    high = float(special.betaincinv(successes + 1, failures, 1 - tail)) if failures else 1.0
+    return Proportion(successes / trials if trials else None, low, high, successes, trials, level)
 
 
-# --- the exact interval of one proportion ----------------------------------------------------------------------------
+# --- agreement of two judges -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +79,7 @@ def kappa(first: npt.ArrayLike, second: npt.ArrayLike) -> Kappa:
     agreement = float(np.trace(table))
     rows, columns = table.sum(axis=1), table.sum(axis=0)  # each [L]
     chance = float(rows @ columns)
-    if max(rows.max(), columns.max()) > 1 - 0.5 / n:  # a single label throughout: with one exception it is 1 - 1/n
+    if max(rows.max(), columns.max()) > 1 - 0.5 / n:  # a judge used one label only; with one exception it is 1 - 1/n
         return Kappa(None, None, None, agreement, n, LEVEL)
     estimate = (agreement - chance) / (1 - chance)
     half = float(special.ndtri(0.5 + LEVEL / 2)) * _error(table, estimate, chance, n)
@@ -116,6 +101,9 @@ def _error(table: npt.NDArray[np.float64], estimate: float, chance: float, n: in
     off_diagonal = (1 - estimate) ** 2 * (crossed.sum() - np.trace(crossed))
     centre = (estimate - chance * (1 - estimate)) ** 2
     return float(np.sqrt(max(diagonal + off_diagonal - centre, 0.0) / n) / (1 - chance))
+
+
+# --- the errors of a judge -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,9 @@
 
 Miller 2024, arXiv:2411.00640 (variance of a paired difference), times the design effect of the clusters (Kish 1965):
 
-    detectable = (t_{1-alpha} + t_{power}) * sqrt(variance * deff / items).
+    detectable = (t_{1-alpha} + t_{power}) * error, where error = sqrt(variance * deff / items).
 
-Everything broadcasts over arrays. A ``drift`` below 0 is a loss, one above 0 a gain. ``df`` are clusters - 1. The
-chance of a PASS is simulated (``verdict.chance``).
+``df`` are clusters - 1. The chance of a PASS is simulated (``verdict.chance``).
 No statistic: formulas for planning, without data, and churn, the share of answers that changed: a drift near zero may
 be many losses and as many gains (McNemar 1947).
 """
@@ -18,58 +17,28 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from kvaudit.reports.stats.effect import Array
 
-
-def difference_variance(discordance: npt.ArrayLike, *, drift: npt.ArrayLike = 0.0) -> Array:
+def difference_variance(discordance: float, *, drift: float) -> float:
     """Return the variance of an item's paired difference of single answers.
 
     ``discordance`` is the share of pairs that differ, at least |drift|.
     """
-    share = np.asarray(discordance, dtype=np.float64)
-    assert np.all((share > 0) & (share <= 1) & (share >= np.abs(drift))), "the discordance is at least the drift"
-    variance: Array = share - np.square(drift)
-    return variance
+    assert 0 < discordance <= 1, discordance
+    assert abs(drift) <= discordance, "the discordance is at least the drift"
+    return discordance - drift**2
 
 
-def icc_design_effect(icc: npt.ArrayLike, cluster_size: npt.ArrayLike) -> Array:
-    """Return the design effect 1 + (m - 1) * ICC of the paired difference for clusters of m items.
+def detection_power(drop: float, error: float, *, df: float, alpha: float) -> float:
+    """Return the probability that the upper bound of the difference is below 0 if the true loss is ``drop``.
 
-    If cluster sizes n_c vary, pass m = sum n_c^2 / N, N the number of items.
+    ``error`` is the standard error of the difference.
     """
-    effect: Array = 1 + (np.asarray(cluster_size, dtype=np.float64) - 1) * np.asarray(icc, dtype=np.float64)
-    return effect
+    return float(special.stdtr(df, drop / error - special.stdtrit(df, 1 - alpha)))
 
 
-def detection_power(
-    items: npt.ArrayLike,
-    drift: npt.ArrayLike,
-    variance: npt.ArrayLike,
-    *,
-    deff: npt.ArrayLike = 1.0,
-    alpha: float = 0.05,
-    df: float,
-) -> Array:
-    """Return the probability that the upper bound of the difference falls below 0 if the true drop is |drift|."""
-    ratio = np.abs(drift) / standard_error(items, variance, deff=deff)
-    power: Array = special.stdtr(df, ratio - special.stdtrit(df, 1 - alpha))
-    return power
-
-
-def minimal_detectable(error: npt.ArrayLike, *, df: float, alpha: float = 0.05, power: float = 0.8) -> Array:
+def minimal_detectable(error: float, *, df: float, alpha: float, power: float) -> float:
     """Return the smallest true difference that is detected with probability ``power`` at this standard error."""
-    quantiles = float(special.stdtrit(df, 1 - alpha) + special.stdtrit(df, power))
-    detectable: Array = quantiles * np.asarray(error, dtype=np.float64)
-    return detectable
-
-
-def standard_error(items: npt.ArrayLike, variance: npt.ArrayLike, *, deff: npt.ArrayLike = 1.0) -> Array:
-    """Return the standard error of a mean difference over ``items`` in clusters.
-
-    ``variance`` is that of one item's difference, ``deff`` the design effect of the clusters.
-    """
-    error: Array = np.sqrt(np.asarray(variance, dtype=np.float64) * np.asarray(deff) / np.asarray(items))
-    return error
+    return float(special.stdtrit(df, 1 - alpha) + special.stdtrit(df, power)) * error
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +60,10 @@ class Flips:
 
 
 def flips(reference: npt.ArrayLike, candidate: npt.ArrayLike, *, samples: int = 1) -> Flips:
-    """Return the shares of answers that the candidate lost and won, each compared within a pair of seeds.
+    """Return the shares of answers that the candidate lost and won, compared within pairs of seeds.
 
-    Takes item means [S, N] in [0, 1] of ``samples`` draws each, a row per pair of seeds. Single draws are compared
-    pairwise; of several draws, which have no order, every draw of one side is compared with every draw of the other.
+    Takes item means [S, N] in [0, 1] of ``samples`` draws each, a row per pair of seeds. A single draw is compared with
+    the single draw of the other side; several draws have no order, so each is compared with each of the other side.
     """
     old, new = np.asarray(reference, dtype=np.float64), np.asarray(candidate, dtype=np.float64)
     assert old.shape == new.shape, (old.shape, new.shape)

@@ -100,8 +100,8 @@ def tang_scores(both: Array, before: Array, after: Array, n: Array | float, thet
 def ess_scores(e: Events, theta: Array | float) -> Array:
     """Return score statistics [...] of H0: candidate = theta * reference; positive if the data lie above theta.
 
-    They are those of ``tang_scores`` with all counts divided by the design effect, because the items of a cluster are
-    alike.
+    They are those of ``tang_scores`` with all counts divided by the design effect, as items of a cluster are not
+    independent.
     """
     deff = _design_effects(e, theta)
     n = float(e.counts.sum())
@@ -153,7 +153,7 @@ def _end(e: Events, quantile: float, estimate: float | None, *, upper: bool) -> 
         return np.inf
     if not upper and (estimate == 0 or (estimate is None and float(e.after) == 0)):
         return 0.0
-    # search from the estimate to an end of the scale that is beyond every ratio of interest
+    # search between the estimate and a ratio that is larger, or smaller, than any of interest
     inner, outer = (estimate or 1 / _LARGEST, _LARGEST) if upper else (estimate or _LARGEST, 1 / _LARGEST)
 
     def reaches(theta: float) -> bool:

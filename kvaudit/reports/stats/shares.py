@@ -1,4 +1,4 @@
-"""Bounds of shares of the reference's answers: can a loss show, and does it treat two kinds of items differently?
+"""Bounds of shares of the reference's answers: could a loss show, and are two kinds of items treated differently?
 
 Clopper & Pearson's exact bound (1934, Biometrika 26:404) at the cluster-robust effective sample size, with Korn &
 Graubard's factor for a design effect estimated from few templates (1998, Survey Methodology 24:193). The bound is exact
@@ -84,10 +84,11 @@ def share(
 
 
 def told_apart(wanted: ShownShare, twin: ShownShare, together: npt.ArrayLike) -> ShownShare:
-    """Return Youden's J of two kinds of items: 1 if both have the wanted behaviour, 0 for any constant behaviour.
+    """Return Youden's J of two kinds of items, with bounds: 1 if both always have the wanted behaviour.
 
-    A bound of J combines the gaps between the two rates and their bounds. ``together`` [...] is the ``correlation`` of
-    the kinds: if templates make both easy or both hard, the gaps add up.
+    It is 0 or less for behaviour that does not depend on the kind. A bound of J combines the distances of both rates
+    from their bounds. ``together`` [...] is the ``correlation`` of the kinds: if templates make both easy or both hard,
+    the distances add up.
     """
     rate = wanted.rate + twin.rate - 1
     low = rate - _joined(wanted.rate - wanted.low, twin.rate - twin.low, together)

@@ -204,7 +204,7 @@ def max_t_pvalues(observed: Array, flipped: Array, *, exact: bool, step_down: bo
     order = np.argsort(observed, axis=-1)
     ranked = np.take_along_axis(observed, order, axis=-1)
     if step_down:
-        # from the least extreme on, so that every rank meets the lowest of itself and those behind it
+        # accumulated from the least extreme cell on: each gets the lowest of itself and of all less extreme cells
         lowest = np.take_along_axis(flipped, order[..., None], axis=-2)[..., ::-1, :]
         lowest = np.minimum.accumulate(lowest, axis=-2)[..., ::-1, :]
     else:
@@ -251,7 +251,7 @@ def _cells(z: Array, clusters: npt.ArrayLike) -> _Cells:
     # [C], the first nonzero cell
     first = np.take_along_axis(rounded, (rounded != 0).argmax(axis=0)[None], axis=0)[0]
     turn = np.where(first < 0, -1.0, 1.0)
-    # lexsort sorts by the last key first: sizes, then turned sums cell by cell, then the original sums
+    # lexsort sorts by its last key first: sizes, then turned sums cell by cell, then the original sums
     order = np.lexsort([*rounded[::-1], *(rounded * turn)[::-1], counts])
     return _Cells(sums[:, order], counts[order], (sums * turn)[:, order])
 

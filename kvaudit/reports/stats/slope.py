@@ -3,31 +3,25 @@
 The slope is a contrast of item means with weights (x - mean) / sum (x - mean)^2, so it is tested like every other
 contrast: CR3 with t_{C-1} (Cameron & Miller 2015). The isotonic curve (Barlow et al. 1972) is drawn, never tested.
 
-Wilcoxon's signed-rank test, exact with ties, shows whether pairs differ in one direction. Under the null a difference
-and its negative are equally likely, so all patterns of signs over the ranks are. Ranks are used because a few answers
-change a log-prob by nats and all others by thousandths.
+Wilcoxon's signed-rank test shows whether pairs differ in one direction. Under the null a difference and its negative
+are equally likely, so all patterns of signs over the ranks are: they are counted exactly, also with ties, or for many
+pairs approximated by a normal distribution. Ranks are used because a few answers change a log-prob by nats and all
+others by thousandths.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+from scipy import special
 
 from kvaudit.reports.stats.clustered import cr3_effect
 from kvaudit.reports.stats.effect import Array, Effect, Statistic
 from kvaudit.reports.stats.tango import ess_tango
 
-
-@dataclass(frozen=True, slots=True)
-class Isotonic:
-    """A monotone curve through rates at increasing doses (budgets, lengths), with one point per distinct dose."""
-
-    x: tuple[float, ...]
-    fitted: tuple[float, ...]
-    method: str = "isotonic regression (display only)"
-    source: str = "Barlow, Bartholomew, Bremner & Brunk 1972"
+_MOST_EXACT = 200  # pairs: the exact test takes a tenth of a second, and its time grows with the third power
 
 
 def dose_weights(x: npt.ArrayLike) -> Array:
@@ -67,34 +61,33 @@ def slope_effect(
     return ess_tango(weights @ values, clusters, alpha=alpha, scale=steepest)
 
 
-def isotonic(
-    x: npt.ArrayLike, y: npt.ArrayLike, weights: npt.ArrayLike | None = None, *, increasing: bool = True
-) -> Isotonic:
-    """Fit a monotone curve to rates y [D] at doses x [D] in any order; equal doses are averaged first."""
+def isotonic(x: npt.ArrayLike, y: npt.ArrayLike, *, increasing: bool) -> tuple[float, ...]:
+    """Return a monotone curve fitted to rates y [D] at doses x [D], with one point per distinct dose, in their order.
+
+    Equal doses are averaged first.
+    """
     from scipy import optimize  # slow to import, and few reports need it
 
     doses, rates = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-    mass = np.ones(len(doses)) if weights is None else np.asarray(weights, dtype=np.float64)
-    assert doses.shape == rates.shape == mass.shape, (doses.shape, rates.shape, mass.shape)
-    assert np.all(mass > 0), "weights are positive"
-    distinct, codes = np.unique(doses, return_inverse=True)
-    total = np.bincount(codes, weights=mass)  # [distinct doses]
-    means = np.bincount(codes, weights=mass * rates) / total
-    fitted = optimize.isotonic_regression(means, weights=total, increasing=increasing).x
-    return Isotonic(tuple(distinct.tolist()), tuple(fitted.tolist()))
+    assert doses.shape == rates.shape, (doses.shape, rates.shape)
+    _, codes, counts = np.unique(doses, return_inverse=True, return_counts=True)
+    means = np.bincount(codes, weights=rates) / counts  # [distinct doses]
+    return tuple(optimize.isotonic_regression(means, weights=counts, increasing=increasing).x.tolist())
 
 
 STATISTIC = Statistic(
     slope_effect,
     oracle="tests/test_stats_slope.py::test_slope_contrast_equals_statsmodels_with_crv3",
-    of=lambda z, clusters: slope_effect(
-        np.stack([np.zeros_like(z), z]), (0.0, 1.0), clusters
-    ),  # all of it between two doses
+    # the whole difference between two doses
+    of=lambda z, clusters: slope_effect(np.stack([np.zeros_like(z), z]), (0.0, 1.0), clusters),
 )
 
 
 def signed_rank_above(differences: npt.ArrayLike) -> float:
-    """Return the one-sided p-value that differences [N] lie above 0; zeros are left out, 1 if none remain."""
+    """Return the one-sided p-value that differences [N] lie above 0; zeros are left out, 1 if none remain.
+
+    With more than ``_MOST_EXACT`` differences it is that of a normal distribution, with a continuity correction.
+    """
     values = np.asarray(differences, dtype=np.float64)
     values = values[values != 0]
     if not len(values):
@@ -102,7 +95,11 @@ def signed_rank_above(differences: npt.ArrayLike) -> float:
     _, place, counts = np.unique(np.abs(values), return_inverse=True, return_counts=True)
     # twice the midrank, a whole number: the first plus the last rank of a group of ties
     ranks = (2 * np.cumsum(counts) - counts + 1)[place]
+    positive = ranks[values > 0].sum()
+    if len(values) > _MOST_EXACT:
+        half_step = np.gcd.reduce(ranks) / 2  # of the possible sums, for the continuity correction
+        return float(special.ndtr((ranks.sum() / 2 - positive + half_step) / np.sqrt(np.sum(ranks**2) / 4)))
     chances = np.ones(1)  # chances of every sum of the positive ranks
     for rank in ranks:
         chances = (np.pad(chances, (0, rank)) + np.pad(chances, (rank, 0))) / 2
-    return float(min(1.0, chances[ranks[values > 0].sum() :].sum()))
+    return float(min(1.0, chances[positive:].sum()))

@@ -31,11 +31,7 @@ from kvaudit.reports.stats.rule import (
 )
 from kvaudit.reports.verdict.chance import larger_run
 from kvaudit.reports.verdict.contrast import Contrast, LabelSummary
-from kvaudit.reports.verdict.family import (
-    HOLM,
-    FamilyRow,
-    GatedCell,
-)
+from kvaudit.reports.verdict.family import HOLM, FamilyRow, GatedCell
 from kvaudit.reports.verdict.reasons import Reason, ReasonCode
 from kvaudit.reports.verdict.rules import Ratio, ratio_of, templates_show_ratio
 from kvaudit.reports.verdict.verdict import (
@@ -61,16 +57,12 @@ _STATUS = {
 
 
 class Pvalues(NamedTuple):
-    """The p-values of one test, each adjusted for multiple testing over all gated tests.
+    """The p-values of one test, each adjusted for multiple testing over all gated tests."""
 
-    ``adjusted`` decides, ``holm`` is the same by Holm's method. ``recipe`` is for the effect with the variance between
-    seeds, ``judge`` by the judge's labels where people labelled answers.
-    """
-
-    adjusted: float
-    holm: float  # the same by Holm
+    adjusted: float  # decides
+    holm: float  # the same by Holm's method
     recipe: float  # of the training recipe: with the variance between seeds
-    judge: float  # by the judge's labels, which differ where human labels decide
+    judge: float  # by the judge's labels; differs from ``adjusted`` only if human labels decide
 
 
 @dataclass(frozen=True)
@@ -157,7 +149,7 @@ def decide_ratio(c: Contrast, ratio: Ratio, margin: float, pvalue: float) -> tup
             calls_of(
                 np.array(within),
                 np.array(effect.upper < 0 and pvalue < effect.alpha),
-                # the margin is 0 where it never happened with the reference: then no number of templates is enough
+                # the margin is 0 if the event never happened with the reference: no number of templates is then enough
                 enough=margin > 0
                 and _effective_templates(templates, effect) >= clusters_required(margin, effect.alpha) - 1e-9,
                 uneven=any(too_uneven(part.counts, margin, effect.alpha) for part in templates),
@@ -191,7 +183,7 @@ def unadjusted_status(c: Contrast, margin: float, *, is_measurable: bool) -> Sta
 
 
 class _RuleText(NamedTuple):
-    """The phrases from which the reasons of one test are written."""
+    """The phrases from which the reason of one test is written."""
 
     loss: str  # regression, or gain
     limit: str  # the margin or ratio
@@ -203,31 +195,31 @@ class _RuleText(NamedTuple):
 def _reasons(
     call: Call, effect: Effect, margin: float, templates: Sequence[SuiteTotals], text: _RuleText
 ) -> tuple[Reason, ...]:
-    """Return why the rule's outcome ``call`` is not a PASS, as a tuple of one Reason; empty for a PASS.
+    """Return why the rule's outcome ``call`` is not a PASS, as a tuple of one Reason; empty for a PASS."""
+    if call is Call.FAIL:
+        size = "beyond the margin" if text.is_beyond else "its size open"
+        return (Reason(ReasonCode.LOSS, f"{text.loss} detected, {size}"),)
+    if call is Call.INCONCLUSIVE:
+        return (Reason(ReasonCode.MARGIN, text.past),)
+    if call is Call.CLUSTERS:
+        return (Reason(ReasonCode.CLUSTERS, _too_few_templates(effect, margin, templates, text.limit)),)
+    if call is Call.UNEVEN:
+        large = _largest_templates(templates, margin)
+        return (Reason(ReasonCode.CLUSTERS, f"{large}, so the others cannot show {text.limit}"),)
+    if call is Call.TEMPLATES:
+        total = "lost everything" if text.loss == "regression" else "gained everything"
+        weighted = f"the templates that were seen, weighted otherwise, plus one like them that {total},"
+        return (Reason(ReasonCode.TEMPLATES, f"{weighted} could come from a model with {text.model}"),)
+    return ()
 
-    ``text`` holds the phrases from which the reason is written.
-    """
-    size = "beyond the margin" if text.is_beyond else "its size open"
-    total = "lost everything" if text.loss == "regression" else "gained everything"
+
+def _too_few_templates(effect: Effect, margin: float, templates: Sequence[SuiteTotals], limit: str) -> str:
+    if margin <= 0:
+        return f"no number of clusters can show {limit}"
     effective = _effective_templates(templates, effect)
     worth = f" of uneven sizes, worth {effective:.1f} of one size," if effective < effect.n_clusters - 0.05 else ""
-    few = f"no number of clusters can show {text.limit}"  # a margin of 0
-    if margin > 0:
-        needed = clusters_required(margin, effect.alpha)
-        few = f"{effect.n_clusters} clusters{worth} cannot show {text.limit}; {needed} are needed"
-    large = _largest_templates(templates, margin) if call is Call.UNEVEN else ""
-    reasons = {
-        Call.FAIL: Reason(ReasonCode.LOSS, f"{text.loss} detected, {size}"),
-        Call.INCONCLUSIVE: Reason(ReasonCode.MARGIN, text.past),
-        Call.CLUSTERS: Reason(ReasonCode.CLUSTERS, few),
-        Call.UNEVEN: Reason(ReasonCode.CLUSTERS, f"{large}, so the others cannot show {text.limit}"),
-        Call.TEMPLATES: Reason(
-            ReasonCode.TEMPLATES,
-            f"the templates that were seen, weighted otherwise, plus one like them that {total}, could come from a "
-            f"model with {text.model}",
-        ),
-    }
-    return (reasons[call],) if call in reasons else ()
+    needed = clusters_required(margin, effect.alpha)
+    return f"{effect.n_clusters} clusters{worth} cannot show {limit}; {needed} are needed"
 
 
 def _largest_templates(templates: Sequence[SuiteTotals], margin: float) -> str:
@@ -245,8 +237,8 @@ def decided_test(row: FamilyRow, margin: float, pvalues: Pvalues, limit: float |
     """Return one test decided against its margin, or against a ratio's ``limit``, which allows a loss of ``margin``.
 
     A test whose effect could not be computed is INVALID. The recipe is the claim about training with any seed. Human
-    labels correct the effect but not the variance between seeds, so with them the recipe keeps its status only where it
-    agrees with that of the checkpoints, and is INCONCLUSIVE elsewhere.
+    labels correct the effect, but not the variance between seeds: with them the recipe keeps its status only if it
+    agrees with that of the checkpoints, and is INCONCLUSIVE otherwise.
     """
     c, loss = row.contrast, "regression" if row.sign > 0 else "gain"
     if c.look is not None and c.effect is not None:
@@ -314,7 +306,7 @@ def _ask_for_labels(people: LabelSummary) -> Reason:
     """Return a reason that asks people to label at least one pair in every template.
 
     A pair is the two answers of reference and candidate to one item. A judge that does not notice how the answers to a
-    template changed grades both answers of each pair alike, so only labels by people can show its errors.
+    template changed grades both answers of each pair alike, so only human labels can show its errors.
     """
     return Reason(
         ReasonCode.LABELS,
@@ -344,7 +336,7 @@ def readings_of(c: Contrast, sign: int = 1) -> list[list[SuiteTotals]]:
 
 
 def _mirrored(effect: Effect, sign: int) -> Effect:
-    """Return the effect as a test needs it: unchanged for a drop (1), with loss and gain exchanged for a gain (-1)."""
+    """Return the effect as a test needs it: with ``sign`` -1, a test for a gain, loss and gain are exchanged."""
     if sign > 0:
         return effect
     return replace(

@@ -1,10 +1,10 @@
-"""The chance of a PASS: audits are simulated, and each is decided by the gate's own rule. Pure.
+"""The chance of a PASS: audits are simulated, and each is decided by the gate's own rule.
 
 A simulated audit holds only what the gate's interval and template rule need: for each template the differences
-candidate - reference summed over its items, and over all items the sum of the absolute differences. Before a run,
+candidate - reference summed over its items, and the sum of the absolute differences over all items. Before a run,
 templates are drawn from a ``Pool``, which is simulated once for a design, so that a search over sizes only has to draw.
-After a run, they are the run's own templates with random signs: the same discordance, correlation and sizes, without
-drift. All seeds are fixed, so results are reproducible.
+After a run, they are the run's own templates with random signs, which keeps discordance, correlation and sizes, but not
+the drift. All seeds are fixed, so results are reproducible.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _POOLED = 200_000  # items of a pool; the error of its mean is a tenth of a poin
 _FEWEST = 256  # templates of a pool
 _MOST_TEMPLATES = 600_000  # of all audits of one estimate; limits the number of audits
 AUDITS = 1000  # of one estimate: a standard error of .013 at .8
-_FEWEST_AUDITS, _FEWEST_FLIPPED = 64, 16  # few suffice to classify a cell, and a report has many cells
+_FEWEST_AUDITS = 64  # of one estimate before a run
+_FEWEST_FLIPPED = 16  # after a run: few suffice to classify a cell, and a report has many cells
 _POWER = 0.8
 _TIMES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40)  # multiples of the templates, in a search
 
@@ -53,9 +54,9 @@ class Differences(NamedTuple):
 class Pool(NamedTuple):
     """Simulated templates [P] of ``items`` items each, from which audits are drawn.
 
-    An item's difference is its mean over ``draws`` answers. By template, ``sums`` and ``moved`` are the summed and the
-    summed absolute differences. ``differing`` counts the items that differ, ``split`` those of them that differ in only
-    some of the answers, and ``unwanted`` the reference's unwanted events.
+    An item's difference is its mean over ``draws`` answers. For each template, ``sums`` adds up the differences and
+    ``moved`` their absolute values, ``differing`` counts the items that differ, ``split`` those of them that differ in
+    only some of the answers, and ``unwanted`` the reference's unwanted events.
     """
 
     items: int
@@ -92,7 +93,7 @@ def pool_of(differences: Differences, *, items: int, samples: int, seeds: int) -
     # an item has either its own difference, or the one shared by its template
     single = _averages(rng, differences, shape, samples, seeds)
     template = _averages(rng, differences, (shape[0], 1), samples, seeds)  # [P, 1]
-    is_shared = rng.random(shape) < differences.correlation**0.5  # squared for a pair of items, which is the ICC
+    is_shared = rng.random(shape) < differences.correlation**0.5  # both items of a pair share it: the square, the ICC
     z = np.where(is_shared, template.net, single.net)
     differing = np.abs(z) > 1e-9
     split = np.abs(z - np.round(z)) > 1e-9
@@ -170,7 +171,7 @@ def flipped_audits(
 
     ``sums`` [C] and ``counts`` [C] are the templates' summed differences and numbers of items, ``moved`` is the sum of
     absolute differences over all items, ``floor`` the least design effect to assume. ``unwanted`` [C] are the unwanted
-    events of the reference. A changed sign exchanges reference and candidate in a template, so the reference then has
+    events of the reference. A negative sign exchanges reference and candidate in a template, so that the reference has
     as many unwanted events there as the candidate had.
     """
     rng = np.random.default_rng(2)
@@ -261,11 +262,10 @@ def larger_run(c: Contrast, margin: float, sign: int, ratio: float | None = None
     It is unknown if the estimate is past the margin already, and for several combined suites, which share one margin.
     ``sign`` is 1 for a test of a drop and -1 for one of a gain. With a ``ratio`` the margin is the loss that it allows.
     """
-    e = c.judged or c.effect
-    if e is None or c.effect is None or sign * c.effect.estimate <= -margin or len(c.sums) != 1:
+    if c.effect is None or sign * c.effect.estimate <= -margin or len(c.sums) != 1:
         return None
     for word, times, audits in ((Larger.TWICE, 2, 256), (Larger.TEN_TIMES, 10, 128)):
-        if _would_pass(c, e, margin, ratio, times, audits):
+        if _would_pass(c, c.judged or c.effect, margin, ratio, times, audits):
             return word
     return Larger.NEVER
 
@@ -273,9 +273,9 @@ def larger_run(c: Contrast, margin: float, sign: int, ratio: float | None = None
 def _would_pass(c: Contrast, e: Effect, margin: float, ratio: float | None, times: int, audits: int) -> bool:
     """Return whether ``times`` as many templates like those of a contrast pass with power .8, without true drift.
 
-    ``e`` is the contrast's effect by the labels that the simulation uses, ``audits`` the number of simulated audits.
+    ``e`` is the contrast's effect by the judge's labels, even if human labels decide. ``audits`` are simulated.
     """
-    [templates] = c.judged_sums or c.sums  # by the labels of ``e``
+    [templates] = c.judged_sums or c.sums  # by the same labels
     unwanted = None if ratio is None or not c.unwanted else c.unwanted[0].reference
     simulated = flipped_audits(
         templates.sums,
@@ -295,11 +295,10 @@ def templates_for(c: Contrast, margin: float, ratio: float | None = None) -> int
 
     None if forty times as many would not, if the estimate is past the margin already, and for several combined suites.
     """
-    e = c.judged or c.effect
-    if e is None or c.effect is None or c.effect.estimate <= -margin or len(c.sums) != 1:
+    if c.effect is None or c.effect.estimate <= -margin or len(c.sums) != 1:
         return None
     for times in _TIMES:
-        if _would_pass(c, e, margin, ratio, times, 128):
+        if _would_pass(c, c.judged or c.effect, margin, ratio, times, 128):
             return times * len(c.sums[0].sums)
     return None
 
@@ -309,10 +308,9 @@ def lowest_estimate(clusters: int, *, margin: float, alpha: float) -> float | No
 
     None if they are too few to pass with any drift.
     """
-    low, high = -margin, 1.0
-    counts = np.ones(clusters)
     if clusters < clusters_required(margin, alpha):
         return None
+    low, high, counts = -margin, 1.0, np.ones(clusters)
     for _ in range(40):
         middle = (low + high) / 2
         is_shown = bool(shows_margin(middle * counts, counts, margin=margin, alpha=alpha))

@@ -1,7 +1,7 @@
 """The two sides that a run compares (reference and candidates), and the reasons why a run is INVALID as a whole.
 
-The sides and the reasons follow from spec and records. A run is INVALID where there is no reference, rows are missing
-or doubled, weights are not pinned, or inputs changed.
+Both follow from spec and records. A run is INVALID if it has no reference, if rows are missing or duplicated, or if
+weights or inputs are not those that provenance lists.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from kvaudit.core.provenance import (
     LOOKS,
     PLANNED,
     REWARD_JUDGES,
-    SPEC,
     inputs_sha256,
     item_counts,
     last_look,
@@ -44,7 +43,7 @@ from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import facet_metrics
 from kvaudit.reports.verdict.reasons import Reason, ReasonCode
 
-BY_PHRASES, PROGRAMMATIC = "phrases", "programmatic"  # judges of records by name; the second is the suite itself
+BY_PHRASES, PROGRAMMATIC = "phrases", "programmatic"  # names of judges: a search for phrases, the suite's own grader
 UNIT = ["arm", "train_seed", "policy", "suite", "context_tokens"]
 
 
@@ -62,8 +61,8 @@ class PlannedUnit(NamedTuple):
 class Look(NamedTuple):
     """The last look (test between rounds) at a suite, in a run that asks its items in rounds.
 
-    ``tests`` is the number of gated cells, over which the level is divided; cells of readable answers (``well_formed``)
-    do not count, and get a tenth of it (``for_readable``). ``is_last`` is whether no further look was planned.
+    The level is divided by ``tests``, the number of gated cells without those of readable answers (``well_formed``),
+    which get a tenth of it (``for_readable``). ``is_last`` is whether no further look was planned.
     """
 
     tests: int
@@ -71,7 +70,7 @@ class Look(NamedTuple):
 
     @property
     def for_readable(self) -> Look:
-        """The look at the cells of readable answers, whose loss is large where a setting breaks speech."""
+        """The look at the cells of readable answers, which need less power: a setting that breaks form breaks a lot."""
         return self._replace(tests=10 * self.tests)
 
 
@@ -96,7 +95,7 @@ class Comparison:
     suites: tuple[str, ...]
     facets: tuple[str, ...]  # SUITE.FACET, of the records and of what the gate names
     contexts: tuple[int, ...]
-    lengths: Mapping[str, tuple[int, ...]]  # of the suites, and of the facets: where each was asked
+    lengths: Mapping[str, tuple[int, ...]]  # suite or facet -> the lengths at which it was asked
     capability: tuple[str, ...]  # the suites that measure it
     labels: dict[str, str]  # canonical policy -> short name
     planned: tuple[PlannedUnit, ...]
@@ -170,7 +169,7 @@ def comparison_of(spec: RunSpec, records: pd.DataFrame, provenance: Mapping[str,
     recorded = sorted(records["arm"].unique())
     reference = spec.gate.reference or BASE_ARM
     checkpoints = [(arm, seed) for arm, seed in spec.arms if arm != BASE_ARM]
-    # the seeds of the candidates, because a reference of one seed may serve all; without candidates the reference's
+    # the seeds of the candidates, as a reference of one seed may be compared with all; else those of the reference
     candidate_seeds = dict.fromkeys(seed for arm, seed in checkpoints if arm != reference)
     seeds = tuple(candidate_seeds or dict.fromkeys(seed for _, seed in checkpoints))
     candidates = tuple(arm for arm in (trained or recorded) if arm not in (reference, BASE_ARM))
@@ -207,7 +206,7 @@ def comparison_of(spec: RunSpec, records: pd.DataFrame, provenance: Mapping[str,
 def _weights(pairs: Iterable[tuple[str, int]], provenance: Mapping[str, Any]) -> dict[tuple[str, int], str]:
     """Return what the weights of these (arm, seed) hash to: the loaded tensors if they were hashed, else the files."""
     files = {f"{BASE_ARM}/0": provenance.get("base_sha256"), **table_of(provenance, CHECKPOINTS)}
-    # equal files hold equal tensors, so one that was hashed as loaded speaks for all
+    # equal files hold equal tensors, so the hash of the tensors of one holds for all
     loaded = {str(files.get(key)): str(sha256) for key, sha256 in table_of(provenance, LOADED).items()}
     stored = {(arm, seed): str(sha256) for arm, seed in pairs if (sha256 := files.get(f"{arm}/{seed}"))}
     return {pair: loaded.get(sha256, sha256) for pair, sha256 in stored.items()}
@@ -257,8 +256,8 @@ def _judge_name(judge: str) -> str:
 def _is_rewarded(suite: str, spec: RunSpec, judges: Mapping[str, Sequence[str]], provenance: Mapping[str, Any]) -> bool:
     """Return whether training may have rewarded answers like those of a suite.
 
-    Training did so if it used the suite, or if a judge that gave the reward also grades the suite here; any judge may
-    have if provenance does not list them. Programmatic graders do not count as judges.
+    Training did so if it used the suite, or if a judge that gave the reward also grades the suite here. If provenance
+    does not list the judges of the reward, every judge counts as one. Programmatic graders do not count as judges.
     """
     if spec.train is None:
         return False
@@ -344,28 +343,28 @@ def some_of(names: Iterable[str]) -> str:
 
 
 def _conflicts(records: pd.DataFrame) -> Iterator[Reason]:
-    """Yield a reason against deciding the run where records of one checkpoint, policy or suite contradict each other.
+    """Yield a reason against deciding the run if records of one checkpoint, policy or suite contradict each other.
 
-    Compared are the hashes of weights and policies, the versions of suites, and their judges.
+    They must agree in the hash of weights or policy, and in the suite's version and judge.
     """
     # other outcomes were not graded by the suite's judge
     judged = records.loc[records["outcome"].isin([Outcome.DESIRED.value, Outcome.UNDESIRED.value]), ["suite", "judge"]]
-    for table, by, column, noun in (
-        (records, ["arm", "train_seed"], "checkpoint", "a checkpoint's weights"),
-        (records, ["policy"], "policy_hash", "a policy's hash"),
-        (records, ["suite"], "suite_version", "a suite's version"),
-        (judged, ["suite"], "judge", "a suite's judge"),
+    for table, by, column, nouns in (
+        (records, ["arm", "train_seed"], "checkpoint", "weights"),
+        (records, ["policy"], "policy_hash", "policy hashes"),
+        (records, ["suite"], "suite_version", "suite versions"),
+        (judged, ["suite"], "judge", "judges"),
     ):
         several = table.groupby(by, observed=True)[column].nunique()
-        names = [str(index) for index in several[several > 1].index]
+        names = [" seed ".join(map(str, i)) if isinstance(i, tuple) else str(i) for i in several[several > 1].index]
         if names:
-            yield Reason(ReasonCode.HASH, f"{noun} differs within {', '.join(names)}")
+            yield Reason(ReasonCode.HASH, f"records have several {nouns} for {some_of(names)}")
 
 
 def _differing_hashes(data: RunData) -> Iterator[Reason]:
-    """Yield a reason against deciding the run if policies or suites have other hashes than provenance says, or none.
+    """Yield a reason against deciding the run if policies or suites have other hashes than provenance lists.
 
-    Also if provenance does not say what kind of suite one is, by which rules of the gate choose.
+    Also if provenance lists none, or does not list the kind of a suite (safety or capability), which the gate needs.
     """
     kinds = table_of(data.provenance, "suite_kinds")
     if unknown := [suite for suite in map(str, data.records["suite"].unique()) if suite not in kinds]:
@@ -376,12 +375,12 @@ def _differing_hashes(data: RunData) -> Iterator[Reason]:
         by_name = {str(key): set(values) for key, values in recorded.items()}
         if name == "policy" and ENDPOINT in data.provenance:  # the policy behind an endpoint is unknown
             continue
-        # an earlier version may have spelled a policy differently: then one of that hash must be listed
+        # an earlier version may have spelled a policy differently: then some policy of that hash must be listed
         respelled = set(listed.values()) if name == "policy" else set()
         differing = [
             key
-            for key, found in by_name.items()
-            if found != {listed.get(key)} and (key in listed or not found <= respelled)
+            for key, hashes in by_name.items()
+            if hashes != {listed.get(key)} and (key in listed or not hashes <= respelled)
         ]
         if differing:
             yield Reason(
@@ -424,12 +423,8 @@ def _other_inputs(data: RunData) -> Iterator[Reason]:
 
     Inputs are public rows, plug-ins and model files.
     """
-    inputs = data.provenance.get(INPUTS)
-    accepted: set[str | None] = {inputs_sha256(inputs)}
-    if SPEC not in table_of(data.provenance, INPUTS):
-        accepted.add(None)  # a seal of an older format, which does not name the inputs; ``problem_lines`` says so
-    differing = [unit for unit, sha256 in data.inputs.items() if sha256 not in accepted]
-    if differing:
+    listed = inputs_sha256(data.provenance.get(INPUTS))
+    if differing := [unit for unit, sha256 in data.inputs.items() if sha256 != listed]:
         yield Reason(
             ReasonCode.INPUTS,
             f"{len(differing)} units were evaluated from another spec, rows, plug-ins or model files than provenance "

@@ -15,18 +15,16 @@ from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.records import Outcome
 from kvaudit.reports.records.blocks import UNREAD
 from kvaudit.reports.records.rows import FACET_COLUMNS
-from kvaudit.reports.stats.effect import Effect
+from kvaudit.reports.stats.effect import Array, Effect
 from kvaudit.reports.stats.judges import JudgeError
 from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS
 from kvaudit.reports.verdict.comparison import Comparison, Look
 from kvaudit.reports.verdict.reasons import Reason
 
-Array = npt.NDArray[np.float64]
-
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers of one checkpoint, or of an arm's seeds together, on one metric at one length, averaged by item.
+    """The answers of one checkpoint, or of all seeds of an arm, on one metric at one length, averaged by item.
 
     A metric is the score of a suite, or one of its facets (yes-or-no properties of an answer). Items are in order of
     cluster. ``draws`` is the largest number of answers of an item, over samples and seeds.
@@ -41,7 +39,7 @@ class Answers:
     draws: int
     graded: bool
     answers: int  # rows
-    hits: float  # summed over the rows
+    hits: float  # sum of the wanted values over the rows
     formless: int  # rows in which the metric could not be read
 
     @property
@@ -63,7 +61,7 @@ def reference_answers(records: pd.DataFrame, reference: str) -> dict[str, tuple[
 def answers_of(rows: pd.DataFrame) -> Iterator[Answers]:
     """Yield the ``Answers`` of every metric and length, averaged by item.
 
-    The columns of ``outcome`` and of facets may be missing.
+    The columns ``outcome`` and those of facets may be missing.
     """
     for index, group in rows.groupby(["suite", "context_tokens"], sort=True, observed=True):
         suite, context = str(cast(tuple[str, int], index)[0]), int(cast(tuple[str, int], index)[1])
@@ -73,10 +71,10 @@ def answers_of(rows: pd.DataFrame) -> Iterator[Answers]:
         for name, column in FACET_COLUMNS.items():
             if column in group:
                 value = group[column].to_numpy(dtype=np.float64)
-                # a truncated answer without form may still have a value, from its text before the cut
+                # a truncated answer has no form, but may have a value, from its text before the cut
                 formless = (table.read == 0) & (name != WELL_FORMED) & (np.isnan(value) | (value == UNREAD))
                 good = np.where(formless, 0.0, value == FACETS[name].wanted)
-                # an answer with form and without a value was not judged
+                # an answer that has form but no value was not judged
                 yield from table.answers(name, good, ~np.isnan(value) & ((value != UNREAD) | formless), formless)
 
 
@@ -87,7 +85,7 @@ def _texts(rows: pd.DataFrame, column: str) -> npt.NDArray[np.str_]:
 def _read(rows: pd.DataFrame) -> Array:
     """Return 1 for rows [n] whose answer could be read, else 0.
 
-    The facet ``well_formed`` says which could; where it has no value, the outcome does.
+    This is the facet ``well_formed``, or where it has no value, whether the outcome is not "degenerate".
     """
     outcomes = rows["outcome"].astype(str).to_numpy(dtype=np.str_) if "outcome" in rows else np.array([""])
     read: Array = np.ones(len(rows)) * (outcomes != Outcome.DEGENERATE.value)  # [n]
@@ -182,10 +180,9 @@ class Cell:
     """One arm under one policy on one suite at one length, averaged over its seeds.
 
     ``rate`` counts degenerate and unscored samples as 0; ``rate_if_desired`` counts unscored ones as 1. ``kv_ratio``
-    (of allocated bytes) and ``kv_live_ratio`` (of the entries' bytes) compare the cache with that of policy ``none``:
-    bytes per byte of the same tokens uncompressed, divided by the same quotient under ``none``. They are 1 for
-    ``none``, and None where ``none`` was not served or records have no live bytes. ``survival`` is the share of entries
-    kept, by role.
+    (of allocated bytes) and ``kv_live_ratio`` (of the entries' bytes) are the size of the cache relative to that under
+    policy ``none`` (``drift.shares_of_none``); None where ``none`` was not served or records have no live bytes.
+    ``survival`` is the share of entries kept, by role.
     """
 
     arm: str
@@ -213,8 +210,8 @@ class Cell:
     def is_idle(self, uncompressed: Cell | None) -> bool:
         """Return whether the cache has as many bytes as an uncompressed one; False if its bytes are unknown.
 
-        In a model whose layers have a window an uncompressed cache is that of the cell ``uncompressed``, under policy
-        ``none``, which None stands for if it was not served.
+        ``uncompressed`` is the same cell under policy ``none``, None if that was not served. It is needed for a model
+        whose layers have a window: there even an uncompressed cache does not hold every token.
         """
         if not self.kv_bytes_dense or self.kv_bytes_live is None:
             return False
@@ -226,8 +223,8 @@ class Cell:
 def idle_cells(cells: Iterable[Cell], provenance: Mapping[str, Any]) -> dict[tuple[str, str, str, int], Cell]:
     """Return the cells in which a policy of kvaudit compressed nothing, by arm, policy, suite and length.
 
-    Policies that hold every entry and read only a part cannot be recognised by bytes and are left out, if the run
-    records which ones these are.
+    Policies that keep every entry and read only some are left out, as far as the run lists them: their cache has the
+    size of an uncompressed one, though they act.
     """
     selecting = provenance.get("selecting_policies")
     selecting = selecting if isinstance(selecting, list) else []
@@ -334,11 +331,11 @@ class Contrast(CellName):
 
     ``reasons`` says why ``effect`` is None, and is empty if it is not. ``effect`` is about the checkpoints that were
     measured, averaged over paired seeds; ``sums`` are its differences by template. ``recipe`` (three seeds or more)
-    adds the variance between seeds. The estimate takes a judge's best guess for answers that it was unsure of; its
+    adds the variance between seeds. The estimate uses a judge's best guess for answers that it was unsure of. Its
     bounds also hold with all of these counted as desired, or as undesired, on both sides, and with unscored answers
     counted for and against the candidate (``best``, ``worst``). ``readings`` are the sums in each of these cases.
-    ``seed_noise`` is the variance of one seed's estimate from its items alone, ``by_seed`` the drift of every seed
-    where several are averaged.
+    ``seed_noise`` is the variance of one seed's estimate due to its items alone, ``by_seed`` the drift of every seed if
+    several are averaged.
     """
 
     effect: Effect | None = None
@@ -350,14 +347,14 @@ class Contrast(CellName):
     reasons: tuple[Reason, ...] = ()
     noise: Reason | None = field(default=None, compare=False, repr=False)  # why a PASS would not hold; not written
     look: Look | None = field(default=None, compare=False, repr=False)  # of a run in rounds; not written
-    rates: Rates | None = None  # of alike, deployed and serving: an interaction has four sides
-    unread: Rates | None = None  # of the same: shares of answers that could not be read or scored
+    rates: Rates | None = None  # None for an interaction, which has four sides
+    unread: Rates | None = None  # shares of answers that could not be read or scored; None for an interaction
     sums: tuple[ClusterSums, ...] = field(default=(), compare=False, repr=False)  # not written
     readings: tuple[tuple[ClusterSums, ...], ...] = field(default=(), compare=False, repr=False)  # not written
     judged: Effect | None = None  # by the judge's labels; ``effect`` and ``sums`` are then by human labels
     judged_sums: tuple[ClusterSums, ...] = field(default=(), compare=False, repr=False)  # not written
     people: LabelSummary | None = None  # the judge compared with those human labels
-    churn: float | None = None  # P(the candidate's grade differs from the reference's), of alike, deployed and serving
+    churn: float | None = None  # P(the candidate's grade differs from the reference's); None for an interaction
     rerun: float | None = None  # A/A: the same for two answers of one checkpoint; None with one sample
     seed_noise: float = 0.0
     by_seed: tuple[SeedDrift, ...] = ()
@@ -368,7 +365,7 @@ class Contrast(CellName):
 
 @dataclass(frozen=True)
 class Drift:
-    """Every rate and every difference of a run; ``decide`` makes the verdict from it.
+    """Every rate and every difference of a run, from which ``decide`` makes the verdict.
 
     ``reasons`` says why the run as a whole is INVALID, and is empty if it is not. ``alpha`` is the level of the
     one-sided bounds. ``weights`` are the sha256 of the reference's checkpoints by seed, as in the records, and

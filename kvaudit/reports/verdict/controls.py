@@ -14,12 +14,12 @@ is shown, by one-sided bounds at ``SHOWN_LEVEL``, to
 The first check that fails gives the measurability. All of them have to be shown, so none needs a correction. A suite's
 score is as measurable as the worst of its facets.
 
-Canary. An engine that ignores a flag shows no drift, which must not pass. Where every answer under an engine's
-condition equals the one under its reference, and all log-probs are equal to the bit, the setting changed nothing and
-the cell is INVALID. The same texts with other log-probs count as an effect. An engine that is not deterministic changes
-answers whatever its setting: if it ignored the setting, its answers would differ from the reference's as much as the
-reference's differ when asked again. So where the noise floor (A/A) shows such differences, the setting counts as
-applied only if it moves the same answers further by a paired test: more texts, or log-probs further apart.
+Canary. An engine that ignores a flag shows no drift, which must not pass. If every answer under an engine's condition
+equals the one under its reference, and all log-probs are equal to the bit, the setting changed nothing and the cell is
+INVALID. The same texts with other log-probs count as an effect. An engine that is not deterministic changes answers
+without any setting: if it ignored the setting, its answers would differ from the reference's as much as the reference's
+differ when asked again. So if repeated answers (A/A) show such differences, the setting counts as applied only if a
+paired test shows that it moves the same answers further: more texts, or log-probs further apart.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ CODES = {
 }
 _SEVERITY = [*Measurability]
 HEALTHY_RATE = 0.3  # the least rate of a reference that the rule's calibration calls healthy
+_WITHOUT_COMPRESSED_REFERENCE = ("deployed", "serving")  # kinds of difference from an uncompressed reference
 # facets that show whether the model can do the task; the first that a suite has counts
 CONTROLS = ("capable", "helpful", "obeyed", "utility")
 # facet -> facets of its harmless twins; the first that a suite has counts. No constant answer does well in both
@@ -89,10 +90,10 @@ TWINS = {
 class Control:
     """Whether one metric at one length can be measured, as the reference's answers show.
 
-    ``rate`` is how often the wanted behaviour happens, ``low`` and ``high`` its one-sided bounds (None if the items
-    have fewer than six templates, that is origins in common); ``answers`` counts the graded answers, ``says`` is one
-    sentence with the figure. ``hopeless``: more answers would hardly make the metric measurable, because the rate is
-    shown to be below ``HEALTHY_RATE``.
+    ``rate`` is how often the wanted behaviour happens, ``low`` and ``high`` its one-sided bounds (None with fewer than
+    six templates). ``answers`` counts the graded answers, ``says`` is one sentence with the figure. ``hopeless`` is
+    whether more answers would hardly make the metric measurable, because the rate is shown to be below
+    ``HEALTHY_RATE``.
     """
 
     metric: str
@@ -119,7 +120,7 @@ class Control:
 
 
 def controls_of(answers: Iterable[Any], margins: Mapping[str, float]) -> tuple[Control, ...]:
-    """Return, from graded answers of one checkpoint, a control of each metric in ``margins``: can it show a loss?
+    """Return a control (can it show a loss?) of each metric in ``margins`` from graded answers of one checkpoint.
 
     ``margins`` are in score units, by SUITE or SUITE.FACET, and give the order; a metric without answers has no
     control. Answers need these attributes of a ``Record``: suite, context_tokens, cluster_id, item_id, outcome, score,
@@ -134,10 +135,10 @@ def controls_of_answers(
     how: str = "uncompressed",
     ratios: Mapping[str, float] | None = None,
 ) -> tuple[Control, ...]:
-    """Return the controls of answers averaged by item; ``how`` says how they were served, such as "uncompressed".
+    """Return the controls (can it show a loss?) of metrics, from answers averaged by item.
 
-    A control says whether a metric could show a loss. A metric with a limit on a ratio of rates has the margin that the
-    ratio allows at the rate of these answers.
+    ``how`` says how the answers were served, such as "uncompressed". A metric with a limit on a ratio of rates has the
+    margin that the ratio allows at the rate of these answers.
     """
     suites: dict[tuple[str, int], dict[str, Answers]] = {}
     for answers in summed:
@@ -179,16 +180,14 @@ def _table(answers: Iterable[Any]) -> pd.DataFrame:
 def _control(
     facets: Mapping[str, Answers], answers: Answers, margins: Mapping[str, float], margin: float, how: str
 ) -> Control:
-    """Return the control of a metric: can the metric show a loss? A score can if all of its facets can.
+    """Return the control of a metric: can it show a loss? A score can if all of its facets can.
 
-    ``facets`` are the answers by facet; a facet without one of ``margins`` has ``margin``, that of the score. ``how``
-    says how the answers were served, such as "uncompressed".
+    ``facets`` are the answers by facet. A facet that is not in ``margins`` has ``margin``, that of the score.
     """
     control = _of_metric(facets, answers, margin, how)
     if answers.facet:
         return control
     by_facet = [
-        # a facet without a margin has that of the score
         _of_metric(facets, facet_answers, margins.get(facet_answers.metric, margin), how)
         for name, facet_answers in facets.items()
         if name not in ("", WELL_FORMED)
@@ -220,17 +219,14 @@ def _of_metric(facets: Mapping[str, Answers], answers: Answers, margin: float, h
 def _failed_checks(
     facets: Mapping[str, Answers], answers: Answers, rate: ShownShare, margin: float, how: str
 ) -> Iterator[tuple[Measurability, str, float]]:
-    """Yield each check that a metric fails, the worst first: measurability, sentence, upper bound of the checked rate.
-
-    ``how`` says how the answers were served, such as "uncompressed".
-    """
+    """Yield the checks that a metric fails, the worst first: measurability, sentence, upper bound of the rate."""
     # over all items: answers without form already count against their own facet
     form = facets.get("", answers)
     readable = share(form.readable, form.clusters, draws=form.draws)
     if answers.facet != WELL_FORMED and readable.low <= READABLE:
         says = f"{form.answers - form.formless} of {form.answers} answers {how} have a form that can be read"
         says += ": too few to show that most do" if readable.rate > READABLE else ""
-        # shifted so that it is below HEALTHY_RATE where even READABLE cannot be reached
+        # shifted, so that it is below HEALTHY_RATE if the readable share is shown to be below READABLE
         yield Measurability.UNREADABLE, says, float(readable.high) - READABLE + HEALTHY_RATE
     needs_control = answers.facet == "over_refused" or (
         answers.facet in FACETS and FACETS[answers.facet].kind == "safety"
@@ -295,9 +291,9 @@ def _frequency(answers: Answers) -> str:
 
 
 class Controls:
-    """The controls of a run: for each metric, whether it could show a loss, judged by the reference's own answers.
+    """The controls of a run: whether each metric could show a loss, by the reference's own answers.
 
-    They are made of the reference's uncompressed answers, and of those under the policy of each contrast.
+    They are computed from its uncompressed answers, and from those under the policy of each contrast.
     """
 
     def __init__(self, drift: Drift, margins: Mapping[str, float], ratios: Mapping[str, float] | None = None) -> None:
@@ -310,15 +306,15 @@ class Controls:
     def against(self, c: Contrast) -> Control | None:
         """Return the control that says why a loss could not show in a contrast, None if one could.
 
-        Where the reference was served compressed too, the metric must be measurable there as well, unless the candidate
-        is shown to be better.
+        If the contrast compares with a compressed reference, the metric must be measurable there as well, unless the
+        candidate is shown to be better.
         """
         suites = {part.suite for part in c.sums} or {c.suite}
         places = [(suite, c.context_tokens) for suite in suites]
         sides = self._drift.comparison
         dense = self._served(sides.uncompressed_of(c.policy))
         worst = _worst(control for control in dense if (control.metric, control.context_tokens) in places)
-        both_compressed = not sides.is_uncompressed(c.policy) and c.estimand not in ("deployed", "serving")
+        both_compressed = not sides.is_uncompressed(c.policy) and c.estimand not in _WITHOUT_COMPRESSED_REFERENCE
         if worst is not None or not both_compressed or (c.effect is not None and c.effect.lower > 0):
             return worst
         compressed = self._served(c.policy)
@@ -419,11 +415,9 @@ def shipped_calibration() -> dict[str, Any]:
 # --- the canary: whether a serving setting has any effect ------------------------------------------------------------
 
 
-CANARY = "CANARY"
 _LEVEL = 0.05 / 2  # of each of two tests: by texts, and by log-probs
 _UNIT = ["arm", "suite", "context_tokens"]
 _ANSWER = [*_UNIT, "train_seed", "item_id", "sample_index"]
-_WITHOUT_COMPRESSED_REFERENCE = ("deployed", "serving")  # estimands
 
 
 class Moves(NamedTuple):
@@ -435,9 +429,9 @@ class Moves(NamedTuple):
 
 @dataclass(frozen=True)
 class NoiseComparison:
-    """Whether a setting changes answers more than an engine's noise does, which is what changes when it is asked again.
+    """Whether a setting changes answers more than the engine's noise does.
 
-    Only answers that were asked twice are compared.
+    Noise is what changes when the reference is asked again; only answers to requests that were asked twice count.
     """
 
     answers: int
@@ -452,7 +446,7 @@ class Canary(NamedTuple):
     answers: int
     logprobs: int  # pairs of log-probs
     moved: int  # answers with another text, or another log-prob
-    noise: NoiseComparison | None  # None where nothing was asked again, or all answers came out the same
+    noise: NoiseComparison | None  # None if nothing was asked again, or all repeated answers were the same
 
     @property
     def acts(self) -> bool:
@@ -472,7 +466,7 @@ class Canaries:
 
 
 def canaries_of(records: pd.DataFrame, repeated: Mapping[str, pd.DataFrame], comparison: Comparison) -> Canaries:
-    """Return, for every engine's condition (its setting), whether its answers show that the setting acts (a canary).
+    """Return the canaries of every engine's condition (setting): do its answers show that the setting acts?
 
     It acts if they differ from the uncompressed answers by more than the engine's own noise. ``repeated`` holds the
     records of requests asked a second time, by their order: same or shuffled.
@@ -533,9 +527,9 @@ def _moves_of(texts: pd.Series, logprobs: pd.Series) -> Moves:
 def checked_by_canary(c: Contrast, comparison: Comparison, canaries: Canaries) -> Contrast:
     """Return the contrast, checked for signs that its engine's setting was applied.
 
-    If the setting changed no answer of the cell, it has a reason in place of an effect. If it changed no more than the
-    engine's noise does, ``noise`` says so: a loss may be shown all the same, but nothing passes. In a run in rounds all
-    rows are short and of one kind, so a setting that has an effect anywhere counts as applied.
+    If the setting changed no answer of the cell, the contrast has a reason in place of an effect. If it changed no more
+    than the engine's noise does, ``noise`` says so: the cell may then fail, but not pass. In a run in rounds all rows
+    are short and of one kind, so a setting that acts on any of them counts as applied.
     """
     condition = canaries.conditions.get(c.policy)
     if c.look is not None and condition is not None and condition.acts:
@@ -547,7 +541,7 @@ def checked_by_canary(c: Contrast, comparison: Comparison, canaries: Canaries) -
     if unchanged is not None:
         reason = Reason(ReasonCode.CANARY, _unchanged_text(unchanged, comparison, c.policy))
         return Contrast(*c.place, seeds=c.seeds, reasons=(reason, *c.reasons))
-    # without noise the condition changed no answer at all, for which ``canary_reasons`` makes the run INVALID
+    # a condition without noise that does not act changed no answer: ``canary_reasons`` makes the run INVALID
     noisy = next((canary for canary in (*cells, condition) if canary and canary.noise and not canary.acts), None)
     return c if noisy is None else replace(c, noise=Reason(ReasonCode.NOISE, _noise_text(noisy)))
 

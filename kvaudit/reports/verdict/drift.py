@@ -1,7 +1,7 @@
 """The drift of a run from its records: the rate of every cell and the difference of every arm. Nothing is decided here.
 
-Each estimand is a weighted sum over cells that gives one number per item (averaged over its samples and seeds); its
-mean is then tested as one sample in clusters:
+Each estimand (kind of difference) is a weighted sum over cells. It gives one number per item, averaged over samples and
+seeds, whose mean is then tested as that of one sample in clusters:
 
     alike           candidate - reference, under the same policy
     deployed        candidate under its policy - uncompressed reference
@@ -68,10 +68,7 @@ CELL = ["arm", "policy", "suite", "context_tokens"]
 
 
 class CellFilter(NamedTuple):
-    """A choice of the cells in which the facets of both sides are compared.
-
-    A cell is chosen if its estimand (kind of difference), its policy and its length are all listed.
-    """
+    """The cells in which the facets of both sides are compared: those whose estimand, policy and length are listed."""
 
     estimands: frozenset[str]
     policies: frozenset[str]
@@ -90,7 +87,7 @@ def drift_of(data: RunData, comparison: Comparison, alpha: float, facets: CellFi
     tables = data.panels
     cells = tuple(cells_of(data.records, tables, comparison))
     canaries = canaries_of(data.records, _repeated_records(data, comparison), comparison)
-    stored_noise = table_of(data.provenance, NOISE)  # of a run whose repeated answers are gone, or were not judged
+    stored_noise = table_of(data.provenance, NOISE)  # for a run whose repeated answers are gone, or were not judged
     return Drift(
         run=data.spec.name,
         comparison=comparison,
@@ -110,7 +107,7 @@ def drift_of(data: RunData, comparison: Comparison, alpha: float, facets: CellFi
 
 
 def _with_stored_noise(c: Contrast, noise: Mapping[str, str]) -> Contrast:
-    """Return the contrast; with the sentence that the run stored if an engine's noise hides its setting."""
+    """Return the contrast with the sentence that the run stored if an engine's noise hides the contrast's setting."""
     text = noise.get(c.policy)
     return c if text is None or c.noise is not None else replace(c, noise=Reason(ReasonCode.NOISE, str(text)))
 
@@ -144,7 +141,7 @@ def _stored_files(data: RunData, arm: str, seed: int) -> Mapping[str, str]:
     if data.spec.train is None or (arm, seed) not in data.checkpoints:
         return model if arm == BASE_ARM else {}
     files = table_of(data.checkpoints[arm, seed], "files")
-    if _ADAPTER_CONFIG in files:  # of an adapter its base model's
+    if _ADAPTER_CONFIG in files:  # an adapter is served with the files of its base model
         return model
     return {name: sha256 for name, sha256 in files.items() if not name.endswith((".safetensors", ".jsonl"))}
 
@@ -206,22 +203,8 @@ def seed_pairs(comparison: Comparison, panel: Panel, arm: str) -> list[SeedPair]
 
 
 def _empty_panel(suite: str, context: int) -> Panel:
-    no_scores: dict[CellKey, Any] = {}
-    return Panel(
-        suite,
-        context,
-        (),
-        np.zeros(0, dtype=np.int64),
-        (),
-        no_scores,
-        no_scores,
-        no_scores,
-        {},
-        1,
-        False,
-        frozenset(),
-        0,
-    )
+    no_clusters = np.zeros(0, dtype=np.int64)
+    return Panel(suite, context, (), no_clusters, (), {}, {}, {}, {}, 1, False, frozenset(), 0)
 
 
 # --- estimands: weights over cells ------------------------------------------------------------------------------------
@@ -237,8 +220,6 @@ def _add(*terms: tuple[CellKey, float]) -> Weights:
 
 def weights_of(comparison: Comparison, estimand: str, arm: str, pair: SeedPair, policy: str) -> Weights:
     """Return the weight of each cell whose scores make up a difference (``estimand``) for one pair of seeds.
-
-    All cells are served by the same engine.
 
     Amplification is the effect of training under the policy, minus the effect of serving the reference under it:
     (candidate uncompressed - reference uncompressed) - (reference under the policy - reference uncompressed).
@@ -273,11 +254,10 @@ def contrast(
     pairs = seed_pairs(comparison, panel, arm)
     weights = [weights_of(comparison, estimand, arm, pair, policy) for pair in pairs]
     cells = sorted({cell for w in weights for cell in w})
-    reasons = (
-        incomparable_reasons(panel, cells) if weights else (Reason(ReasonCode.CELL, f"arm {arm} has no seed to pair"),)
-    )
+    no_seed = Reason(ReasonCode.CELL, f"arm {arm} has no seed to pair")
+    reasons = incomparable_reasons(panel, cells) if weights else (no_seed,)
     seeds = tuple(seed for seed, _ in pairs)
-    blank = Contrast(estimand, arm, policy, panel.suite, panel.context_tokens, seeds=seeds, reasons=tuple(reasons))
+    blank = Contrast(estimand, arm, policy, panel.suite, panel.context_tokens, seeds=seeds, reasons=reasons)
     if [reason.code for reason in reasons] == [ReasonCode.FEW_CLUSTERS]:  # print the estimate alone
         return replace(blank, reasons=(_estimate_alone(panel, weights, ~np.isnan(panel.floor[cells[0]])),))
     if reasons:
@@ -285,8 +265,9 @@ def contrast(
     look = comparison.looks.get(suite_of(panel.suite))
     if look is not None and is_well_formed(panel.suite):
         look = look.for_readable
-    alike = any(map(comparison.alike, {cell.arm for cell in cells}))
-    return _with_numbers(replace(blank, look=look), panel, weights, cells, alpha, 0 if alike else _fewest_seeds(cells))
+    # seeds with equal weights are one training run, which is no evidence about others
+    runs = 0 if any(map(comparison.alike, {cell.arm for cell in cells})) else _fewest_seeds(cells)
+    return _with_numbers(replace(blank, look=look), panel, weights, cells, alpha, runs)
 
 
 def _estimate_alone(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_]) -> Reason:
@@ -300,10 +281,10 @@ def _estimate_alone(panel: Panel, weights: list[Weights], recorded: npt.NDArray[
 
 
 def _with_numbers(
-    blank: Contrast, panel: Panel, weights: list[Weights], cells: list[CellKey], alpha: float, seeds: int
+    blank: Contrast, panel: Panel, weights: list[Weights], cells: list[CellKey], alpha: float, runs: int
 ) -> Contrast:
-    """Return the contrast with its effect, and with that of the recipe if ``seeds`` training runs support a claim."""
-    # the items that these cells have records of: the same in each, or the contract would be broken
+    """Return the contrast with its effect, and with that of the recipe if there are enough training ``runs``."""
+    # items with a record: the same in every cell, as ``incomparable_reasons`` checked
     recorded = ~np.isnan(panel.floor[cells[0]])
     z = np.stack([_combine(panel.scores, w, recorded) for w in weights])  # [S, N], NaN where a facet could not be read
     readable = ~np.isnan(z).all(axis=0)  # recorded items that could be read in some seed
@@ -311,7 +292,7 @@ def _with_numbers(
         blank = replace(blank, unread=_unread(panel, weights, recorded))
     if len(np.unique(panel.clusters[recorded][readable])) < FEWEST_CLUSTERS:
         return replace(blank, reasons=(_estimate_alone(panel, weights, recorded),))
-    present = recorded.copy()  # the same as a mask of the whole panel
+    present = recorded.copy()  # the readable items as a mask of the whole panel
     present[recorded] = readable
     clusters, z = panel.clusters[present], z[:, readable]
     mean = np.nanmean(z, axis=0)
@@ -323,7 +304,7 @@ def _with_numbers(
         effect = widened_to(effect, _effect_of(blank, panel, other_mean, other_clusters, draws, alpha))
         totals.append((_cluster_sums(panel, other_mean, other_clusters),))
     recipe = None
-    if seeds >= SEEDS_NEEDED:
+    if runs >= SEEDS_NEEDED:
         recipe = widened_to(recipe_effect(z, clusters, alpha=alpha), effect)
     if blank.estimand != INTERACTION:
         candidate, reference = paired_scores(panel, weights, present)
@@ -331,7 +312,7 @@ def _with_numbers(
         answers = flips(reference, candidate, samples=1 if panel.graded else panel.samples)
         blank = replace(
             blank,
-            # over the same pairs as the drift, so that their difference is the drift
+            # from the same pairs as the drift, so that the rates differ by the drift
             rates=Rates(float(reference.mean()), float(candidate.mean())),
             unwanted=tuple(_unwanted(panel, weights, present)),
             churn=answers.churn,
@@ -359,14 +340,18 @@ def _readings(
     A claim has to hold under each way. Answers that a judge was unsure of count the same on both sides; unscored ones
     count against the candidate, then for it.
     """
-    readings = [(reading, reading) for reading in panel.readings]
-    if panel.unscored_as:
-        zero, one = panel.unscored_as
-        readings += [(zero, one), (one, zero)]
-    for plus, minus in readings:
+    for plus, minus in (*zip(panel.readings, panel.readings, strict=True), *_unscored_readings(panel)):
         z = np.stack([_between(plus, minus, w, recorded) for w in weights])  # [S, N]
         readable = ~np.isnan(z).all(axis=0)
         yield np.nanmean(z[:, readable], axis=0), panel.clusters[recorded][readable]
+
+
+def _unscored_readings(panel: Panel) -> list[tuple[Scores, Scores]]:
+    """Return the scores of candidate and reference with unscored answers counted against the candidate, then for it."""
+    if not panel.unscored_as:
+        return []
+    zero, one = panel.unscored_as
+    return [(zero, one), (one, zero)]
 
 
 def _effect_of(
@@ -422,12 +407,10 @@ def _cluster_sums(panel: Panel, z: Array, clusters: npt.NDArray[np.int64]) -> Cl
 def _unwanted(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_]) -> Iterator[UnwantedEvents]:
     """Yield how often the unwanted event happened: as scored, then for every other way to count unsure answers."""
     readings = [(scores, scores, present) for scores in (panel.scores, *panel.readings)]
-    if panel.unscored_as:
-        zero, one = panel.unscored_as
+    for plus, minus in _unscored_readings(panel):
         # items whose two sides both have a record in some pair of seeds
-        totals = np.stack([np.sum([zero[cell] for cell in w], axis=0) for w in weights])  # [S, items of the panel]
-        recorded: npt.NDArray[np.bool_] = np.any(~np.isnan(totals), axis=0)
-        readings += [(zero, one, recorded), (one, zero, recorded)]
+        totals = np.stack([np.sum([plus[cell] for cell in w], axis=0) for w in weights])  # [S, items of the panel]
+        readings.append((plus, minus, np.any(~np.isnan(totals), axis=0)))
     for candidate_scores, reference_scores, items in readings:
         candidate, _ = paired_scores(replace(panel, scores=candidate_scores), weights, items)
         _, reference = paired_scores(replace(panel, scores=reference_scores), weights, items)
@@ -443,7 +426,7 @@ def _unwanted(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool
 
 
 def _unread(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_]) -> Rates:
-    """Return both sides' shares of unreadable answers: mean(best - floor), which count such an answer as 1 and as 0."""
+    """Return both sides' shares of unreadable answers: mean(best - floor), as best counts them as 1 and floor as 0."""
     candidate, reference = (
         float(np.mean([(panel.best[cell] - panel.floor[cell])[recorded] for cell in side]))
         for side in two_sides(weights)
@@ -452,7 +435,7 @@ def _unread(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_
 
 
 def two_sides(weights: Sequence[Weights]) -> tuple[list[CellKey], list[CellKey]]:
-    """Return two lists: the candidate's cell (checkpoint and policy) of every pair of seeds, and the reference's.
+    """Return two lists with a cell per pair of seeds: the candidate's and the reference's cells.
 
     A cell that is compared with itself is on both sides.
     """
@@ -503,7 +486,7 @@ def _bound(plus: Scores, minus: Scores, weights: Sequence[Weights], present: npt
 
 
 def widened_to(effect: Effect, other: Effect) -> Effect:
-    """Return the first effect, with its interval at least as wide, and its p-values as large, as those of the second.
+    """Return the first effect with its bounds and p-values moved so that they cover those of the second.
 
     A claim about a recipe is at least as uncertain as the claim about its checkpoints. A claim about unsure or unscored
     answers has to hold under every way to count them.
@@ -596,10 +579,10 @@ def cells_of(records: pd.DataFrame, tables: Panels, comparison: Comparison) -> I
 
 
 def shares_of_none(means: pd.DataFrame, column: str) -> dict[Any, float | None]:
-    """Return, by cell, how many bytes the cache takes relative to policy ``none``, from the bytes in ``column``.
+    """Return the size of each cell's cache relative to policy ``none``, from the bytes in ``column``; None if unknown.
 
-    The bytes are first divided by those of the same tokens uncompressed. None where that is unknown. ``means`` is
-    indexed by ``CELL``. An arm that was not served uncompressed is compared with the mean of those that were.
+    As cells may differ in their tokens, both are first divided by the bytes of their own tokens uncompressed. ``means``
+    is indexed by ``CELL``. An arm that was not served under ``none`` is compared with the mean of those that were.
     """
     shares = (means[column] / means["kv_bytes_dense"]).where(means["kv_bytes_dense"] > 0)
     by_cell, dense_means, relative = {index: float(share) for index, share in shares.items()}, {}, {}

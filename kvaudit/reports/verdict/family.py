@@ -41,6 +41,7 @@ from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Contrast, Drift
 from kvaudit.reports.verdict.drift import CellFilter
 from kvaudit.reports.verdict.rules import CONTRASTED, Rules, allowed_points
+from kvaudit.reports.verdict.verdict import Adjustment
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def shown_cells(drift: Drift, rules: Rules) -> list[GatedCell]:
 
 
 def gated_facets(sides: Comparison, rules: Rules) -> CellFilter:
-    """Return the cells in which a verdict needs facets: where they decide, or explain a suite's score that decides."""
+    """Return the cells in which a verdict needs facets: where a facet, or the score of its suite, is decided."""
     estimands: tuple[str, ...] = (sides.base,)
     policies = {*rules.primary, *rules.deployable}
     if sides.mode != "serving":
@@ -100,7 +101,7 @@ def is_gated(c: Contrast, sides: Comparison, rules: Rules) -> bool:
     """Return whether a contrast (a measured difference) enters the verdict as a cell."""
     if c.estimand not in rules.estimands or c.context_tokens not in rules.contexts or not _is_decided(c, sides, rules):
         return False
-    if c.estimand == SERVING and sides.mode == "training":  # every setting counts; ``primary`` selects for the arms
+    if c.estimand == SERVING and sides.mode == "training":  # all settings; ``primary`` is about the trained arms
         return c.arm == sides.reference
     if c.policy not in rules.primary:
         return False
@@ -116,22 +117,14 @@ def is_shown(c: Contrast, sides: Comparison, rules: Rules) -> bool:
 
     This is the case for "deployed" where only "alike" is gated, and for "alike" where only "deployed" is.
     """
-    if (
-        sides.mode == "serving"
-        or c.policy not in rules.primary
-        or _is_repeated(c, sides, rules)
-        or not _is_decided(c, sides, rules)
-    ):
+    if sides.mode == "serving" or c.estimand not in CONTRASTED or is_gated(c, sides, rules):
         return False
-    return c.estimand in CONTRASTED and c.context_tokens in rules.contexts and not is_gated(c, sides, rules)
+    is_listed = c.policy in rules.primary and c.context_tokens in rules.contexts
+    return is_listed and _is_decided(c, sides, rules) and not _is_repeated(c, sides, rules)
 
 
 def is_base(c: Contrast, sides: Comparison, rules: Rules) -> bool:
-    """Return whether a contrast is one from which other gated cells are computed.
-
-    Those cells are worst (all policies must pass), selectivity (safety dropped more than capability) and parity (no
-    gain either).
-    """
+    """Return whether a contrast is one from which the cells of ``worst`` and ``parity`` are made."""
     if c.estimand != sides.base or c.context_tokens not in rules.contexts or not _is_decided(c, sides, rules):
         return False
     if sides.mode == "serving":
@@ -148,7 +141,7 @@ def _is_decided(c: Contrast, sides: Comparison, rules: Rules) -> bool:
     """Return whether a metric is decided: a facet that has a margin, or in most cases a suite's score.
 
     A suite's score is not decided if only facets of the suite have margins. A suite without any margin is decided too,
-    so that its cell says that the margin is missing; not in a run in rounds.
+    so that its cell says that the margin is missing, but not in a run in rounds.
     """
     if c.suite in sides.facets or rules.has_limit(c.suite) or sides.looks:
         return rules.has_limit(c.suite)
@@ -185,8 +178,6 @@ Patterns = Mapping[str, Array]  # suite -> signs [B, C]
 Columns = Mapping[str, Mapping[str, int]]  # suite -> template -> column of its signs
 _DRAWS = 9999
 MAX_T, HOLM = "max-T", "Holm"
-NO_SUMS = "the item differences of a cell are not at hand"
-_FEW = f"a cell has fewer than {FEWEST_CLUSTERS} templates"
 
 
 class FamilyRow(NamedTuple):
@@ -197,7 +188,7 @@ class FamilyRow(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The differences of a test in one suite, weighted and signed, and hashable, so that results can be memoised."""
+    """The differences of a test in one suite, weighted and signed; hashable, as ``_flips`` is cached."""
 
     suite: str
     clusters: tuple[str, ...]
@@ -221,34 +212,27 @@ _Test = tuple[_Part, ...]
 
 @dataclass(frozen=True)
 class TestFamily:
-    """The p-values of tests for a drop, adjusted together: by ``method``, and by Holm; 1 for a test without an effect.
-
-    ``reason`` says why the method is Holm; it is empty for max-T. ``floor`` is the smallest possible p-value.
-    ``critical`` is how many standard errors below 0 the lowest test must be to count as a drop, infinite without tests.
-    """
+    """The p-values of tests for a drop, adjusted together, and the same by Holm; 1 for a test without an effect."""
 
     pvalues: tuple[float, ...]
     holm: tuple[float, ...]
-    method: str
-    reason: str
-    floor: float
-    critical: float
+    adjustment: Adjustment
 
 
 def joint_family(rows: Sequence[FamilyRow], alpha: float = 0.05) -> TestFamily:
     """Return the p-values of all tests, adjusted together by max-T, or by Holm where max-T is not possible.
 
-    ``alpha`` is the level at which the result's ``critical`` value holds.
+    ``alpha`` is the level of the adjustment's ``critical`` value.
     """
     by_holm = holm_family([drop_pvalue(row.contrast.effect, row.sign) for row in rows])
     numbered = [i for i, row in enumerate(rows) if row.contrast.effect]
-    reason = _reason_for_holm([rows[i] for i in numbered])
+    reason = _reason_for_holm([rows[i].contrast for i in numbered])
     if reason or not numbered:
-        return TestFamily(by_holm, by_holm, HOLM, reason, 0.0, _bonferroni(rows, alpha))
+        return TestFamily(by_holm, by_holm, Adjustment(HOLM, reason, 0.0, _bonferroni(rows, alpha)))
     flips = _flips(tuple(_test(rows[i]) for i in numbered), alpha)
     adjusted = dict(zip(numbered, flips.pvalues, strict=True))
     pvalues = tuple(adjusted.get(i, 1.0) for i in range(len(rows)))
-    return TestFamily(pvalues, by_holm, MAX_T, "", flips.floor, flips.critical)
+    return TestFamily(pvalues, by_holm, Adjustment(MAX_T, "", flips.floor, flips.critical))
 
 
 def _bonferroni(rows: Sequence[FamilyRow], alpha: float) -> float:
@@ -271,10 +255,13 @@ def drop_pvalue(effect: Effect | None, sign: int) -> float | None:
     return None if effect is None else effect.pvalue_drop if sign > 0 else 1 - effect.pvalue_drop
 
 
-def _reason_for_holm(rows: Sequence[FamilyRow]) -> str:
-    if not all(row.contrast.sums for row in rows):
-        return NO_SUMS
-    return _FEW if any(len(part.counts) < FEWEST_CLUSTERS for row in rows for part in row.contrast.sums) else ""
+def _reason_for_holm(contrasts: Sequence[Contrast]) -> str:
+    """Return why the signs of these contrasts cannot be flipped together; empty if they can."""
+    if not all(c.sums for c in contrasts):
+        return "the item differences of a cell are not at hand"
+    if any(len(part.counts) < FEWEST_CLUSTERS for c in contrasts for part in c.sums):
+        return f"a cell has fewer than {FEWEST_CLUSTERS} templates"
+    return ""
 
 
 def _test(row: FamilyRow) -> _Test:

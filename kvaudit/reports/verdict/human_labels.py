@@ -4,8 +4,8 @@ A pair is the reference's and the candidate's answer to one request; it is disco
 differently, else concordant. People label every discordant pair, and concordant ones drawn in turn over the templates.
 A labelled concordant pair represents its share of its template's concordant pairs, a discordant pair only itself. With
 these weights the judge's error rates are rates of all pairs; their intervals assume that the pairs of a template are
-independent. Stored labels name texts by hash, so no file reveals which arm gave an answer: drift and statuses are
-computed from the run's own records whenever a report or verdict is made.
+independent. Stored labels name texts by hash, so that their file does not reveal which arm gave an answer: drift and
+statuses are computed from the run's own records whenever a report or verdict is made.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.files import check_plain, read_json
@@ -27,7 +26,7 @@ from kvaudit.core.provenance import LABELLED, PROVENANCE
 from kvaudit.core.text import one_line
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.stats.adjudication import Labelled, adjudicated, label_weights, labelled_pairs
-from kvaudit.reports.stats.effect import Effect
+from kvaudit.reports.stats.effect import Array, Effect
 from kvaudit.reports.stats.judges import differential_bias, judge_error
 from kvaudit.reports.stats.shares import share
 from kvaudit.reports.verdict.contrast import CellName, CellPlace, ClusterSums, Contrast, Drift, LabelSummary
@@ -51,24 +50,22 @@ from kvaudit.reports.verdict.label_sheet import (
 )
 
 LABELS_FORMAT = 3
-_SIMPLE_LABELS = 2  # format of labels whose pairs were not spread over templates
 LABELS_FILE = "adjudication.json"
 REMEDY = "delete it and read the sheet again (kvaudit grade adjudicate)"
-_NOTE = re.compile(r", (\d+) cells, sha256 ([0-9a-f]{64})$")  # the end of a note on labels; earlier ones are a date
-_PartialLabels = npt.NDArray[np.float64]
+_NOTE = re.compile(r", (\d+) cells, sha256 ([0-9a-f]{64})$")  # the end of provenance's note on labels
 
 
 # --- the key of a sheet -----------------------------------------------------------------------------------------------
 
 
 def sheet_key(
-    data: RunData, answers: Sequence[PairedAnswers], *, seed: int, concordant: int, spread: bool = True
+    data: RunData, answers: Sequence[PairedAnswers], *, seed: int, concordant: int
 ) -> tuple[SheetKey, dict[str, ShownAnswer]]:
     """Return the key of a sheet (which row shows which answers), and the content of its rows by row name.
 
     Both follow from the records, ``seed`` and ``concordant``, the number of pairs to label that the judge graded alike.
     """
-    picks = [pairs_to_label(pairs, concordant, seed, spread=spread) for pairs in answers]
+    picks = [pairs_to_label(pairs, concordant, seed) for pairs in answers]
     texts = shown_answers(data, list(zip(answers, picks, strict=True)))
     hashes = {place: text_hash(text) for place, text in texts.items()}
     distinct = {hashes[place]: texts[place] for place in sorted(texts)}  # equal texts share a row
@@ -103,12 +100,11 @@ def _sheet_cell(pairs: PairedAnswers, indices: Indices, names: Mapping[AnswerPla
 def check_key(key: SheetKey, sheet: Path, data: RunData, answers: Sequence[PairedAnswers]) -> None:
     """Raise DataError if the key of a label sheet is not the one that ``sheet_key`` makes of these records.
 
-    ``sheet_key`` gets the settings (seed, number of pairs) that the key itself states.
+    The seed and the number of pairs are taken from the key itself.
     """
     by_place = {pairs.contrast.place: pairs for pairs in answers}
     cells = [_answers_of_gated_cell(by_place, cell) for cell in key.cells]
-    expected = sheet_key(data, cells, seed=key.seed, concordant=key.concordant, spread=key.spread)[0]
-    if replace(expected, format=key.format) != key:  # older formats draw the pairs differently (``spread``)
+    if sheet_key(data, cells, seed=key.seed, concordant=key.concordant)[0] != key:
         raise DataError(
             f"{str(key_path(sheet))!r} does not match these records: rows, pairs or texts were changed; restore the "
             "original key, or write another sheet"
@@ -129,14 +125,12 @@ def _answers_of_gated_cell(answers: Mapping[CellPlace, PairedAnswers], cell: She
 class CellLabels(CellName):
     """The human labels (1 as wanted, 0 not) of one gated cell, by hash of the labelled text.
 
-    ``seed`` and ``concordant`` (a number) fix which of the pairs that the judge graded alike were drawn. ``spread``
-    says whether they were drawn in turn over the templates, which formats before 3 did not do.
+    ``seed`` and ``concordant`` (a number) fix which of the pairs that the judge graded alike were drawn.
     """
 
     seed: int
     concordant: int
     labels: Mapping[str, int]
-    spread: bool = True
 
 
 @dataclass(frozen=True)
@@ -158,7 +152,7 @@ def collect_labels(run: Path, reference: str, key: SheetKey, labels: Mapping[str
     for c in key.cells:
         rows = sorted({row for pair in c.pairs for row in (pair.candidate_row, pair.reference_row)})
         by_text = {key.rows[row]: labels[row] for row in rows}
-        cells.append(CellLabels(*c.place, key.seed, key.concordant, by_text, key.spread))
+        cells.append(CellLabels(*c.place, key.seed, key.concordant, by_text))
     new, stored = {cell.place for cell in cells}, load_labels(run, may_lack_cells=True)
     if stored is not None and (stored.records, stored.reference) != (key.records, reference):
         raise DataError(f"{str(run / 'report' / LABELS_FILE)!r} is about other records; {REMEDY}")
@@ -180,20 +174,20 @@ def render_labels(labels: Labels) -> str:
 
 
 def labels_note(labels: Labels, date: str, earlier: str | None) -> str:
-    """Return what provenance notes of labels that were read: the date, of how many cells they are, and their sha256.
+    """Return the note of labels in provenance: the date, the number of labelled cells, and the sha256 of the labels.
 
-    ``earlier`` is the former note, if any: a cell whose labels were lost still counts.
+    ``earlier`` is the note before, if any: a cell whose labels were lost still counts.
     """
-    found = _NOTE.search(earlier or "")
-    cells = max(len(labels.cells), int(found[1]) if found else 0)
+    match = _NOTE.search(earlier or "")
+    cells = max(len(labels.cells), int(match[1]) if match else 0)
     return f"{date}, {cells} cells, sha256 {hashlib.sha256(render_labels(labels).encode()).hexdigest()}"
 
 
 def load_labels(run: Path, *, may_lack_cells: bool = False) -> Labels | None:
     """Return the labels stored in a run folder, None without any.
 
-    Raises DataError for a broken file, for one that was not the last to be read back, and, unless ``may_lack_cells``,
-    for one without the labels of cells that an earlier one had.
+    Raises DataError for a broken file, and for one that is not what was last read back. Unless ``may_lack_cells``, it
+    also raises for a file without the labels of cells that an earlier one had.
     """
     path = run / "report" / LABELS_FILE
     if not path.exists():
@@ -204,27 +198,25 @@ def load_labels(run: Path, *, may_lack_cells: bool = False) -> Labels | None:
         labels = _parse_labels(json.loads(raw))
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{str(path)!r} cannot be used ({one_line(error)}); {REMEDY}") from None
-    note = read_json(run / PROVENANCE).get(LABELLED)
-    found = _NOTE.search(str(note))
-    if note is None or (found and hashlib.sha256(raw).hexdigest() != found[2]):
+    note = _NOTE.search(str(read_json(run / PROVENANCE).get(LABELLED)))
+    if note is None or hashlib.sha256(raw).hexdigest() != note[2]:
         raise DataError(f"{str(path)!r} is not what was last read back, it was edited or replaced; {REMEDY}")
-    if found and len(labels.cells) < int(found[1]) and not may_lack_cells:
-        counts = f"{len(labels.cells)} of {found[1]} cells that people labelled"
+    if len(labels.cells) < int(note[1]) and not may_lack_cells:
+        counts = f"{len(labels.cells)} of {note[1]} cells that people labelled"
         raise DataError(f"{str(path)!r} holds {counts}; read the sheets of the others too (kvaudit grade adjudicate)")
     return labels
 
 
 def _parse_labels(value: Any) -> Labels:
-    if value["format"] not in (_SIMPLE_LABELS, LABELS_FORMAT):
+    if value["format"] != LABELS_FORMAT:
         raise ValueError(f"format {str(value['format'])[:20]!r}, wanted {LABELS_FORMAT}")
     body = {name: inner for name, inner in value.items() if name != "sha256"}
     if _labels_sha256(body) != value["sha256"]:
         raise ValueError("it was changed after it was written")
-    simple = {"spread": False} if value["format"] == _SIMPLE_LABELS else {}
-    cells = tuple(_parse_cell({**cell, **simple}) for cell in value["cells"])
+    cells = tuple(_parse_cell(cell) for cell in value["cells"])
     if not cells or len({cell.place for cell in cells}) < len(cells):
         raise ValueError("it names no cell, or a cell twice")
-    return Labels(**{**check_types(body, Labels), "cells": cells, "format": LABELS_FORMAT})
+    return Labels(**{**check_types(body, Labels), "cells": cells})
 
 
 def _parse_cell(value: Any) -> CellLabels:
@@ -251,11 +243,11 @@ class HumanLabels:
     """
 
     pairs: PairedAnswers
-    candidate: _PartialLabels
-    reference: _PartialLabels
+    candidate: Array
+    reference: Array
 
     @property
-    def difference(self) -> _PartialLabels:
+    def difference(self) -> Array:
         """The differences candidate - reference [M], NaN for unlabelled pairs."""
         return self.candidate - self.reference
 
@@ -299,10 +291,7 @@ def match_labels(data: RunData, drift: Drift, stored: Labels) -> list[HumanLabel
     contrasts = {c.place: c for c in drift.contrasts if c.effect}
     cells = [cell for cell in stored.cells if cell.place in contrasts]
     answers = [pairs_of(data, drift.comparison, contrasts[cell.place]) for cell in cells]
-    picks = [
-        pairs_to_label(pairs, cell.concordant, cell.seed, spread=cell.spread)
-        for pairs, cell in zip(answers, cells, strict=True)
-    ]
+    picks = [pairs_to_label(pairs, cell.concordant, cell.seed) for pairs, cell in zip(answers, cells, strict=True)]
     answers_shown = shown_answers(data, list(zip(answers, picks, strict=True)))
     texts = {place: text_hash(text) for place, text in answers_shown.items()}
     return [
@@ -342,10 +331,10 @@ def _with_human_labels(c: Contrast, h: HumanLabels, alpha: float) -> Contrast:
 
 
 def _human_effect(h: HumanLabels, labels: Labelled, alpha: float) -> Effect:
-    """Return the drift by human labels; bounds are clipped to [-1, 1], which a sum of two intervals can exceed."""
+    """Return the drift by human labels; its bounds are clipped to [-1, 1], which a sum of intervals may exceed."""
     effect = adjudicated(h.pairs.discordant, h.difference, h.pairs.clusters, alpha=alpha)
     low, high, lower, upper = np.clip((effect.low, effect.high, effect.lower, effect.upper), -1.0, 1.0)
-    # no test of the direction of m templates can show more, and the bounds of so few are too narrow
+    # the least p-value of a test of the directions of m templates; the bounds of few templates are too narrow
     least = 0.5 ** int(np.count_nonzero(labels.totals))
     drop = float(np.clip(effect.pvalue_drop, least, 1 - least)) if least < 1 else effect.pvalue_drop
     return replace(

@@ -38,12 +38,11 @@ from kvaudit.reports.verdict.contrast import CellName, Contrast
 from kvaudit.reports.verdict.drift import seed_pairs, two_sides, weights_of
 
 KEY_FORMAT = 2
-_SIMPLE_KEY = 1  # format of keys whose pairs were not spread over templates
 
 
 @dataclass(frozen=True)
 class SheetPair:
-    """One entry of the label sheet's key: where both answers of a pair come from, and which sheet rows show them."""
+    """One pair in the key of a label sheet: where its two answers come from, and which rows of the sheet show them."""
 
     item: str
     sample: int
@@ -55,7 +54,7 @@ class SheetPair:
 
 @dataclass(frozen=True)
 class SheetCell(CellName):
-    """The part of the label sheet's key that lists the pairs of one gated cell."""
+    """The pairs of one gated cell, as a part of the key of a label sheet."""
 
     pairs: tuple[SheetPair, ...]
 
@@ -75,27 +74,19 @@ class SheetKey:
     cells: tuple[SheetCell, ...]
     format: int = KEY_FORMAT
 
-    @property
-    def spread(self) -> bool:
-        """Whether the concordant pairs (graded alike by the judge) were drawn in turn over the templates."""
-        return self.format != _SIMPLE_KEY
-
 
 def key_path(sheet: Path) -> Path:
-    """Return the path of a label sheet's key, the file that says whose answers its rows show."""
+    """Return the path of the key of a label sheet."""
     return sheet.with_suffix(".key.json")
 
 
 def render_key(key: SheetKey) -> str:
-    """Return the key of a label sheet (which says whose answers its rows show) as JSON."""
+    """Return the key of a label sheet as JSON."""
     return json.dumps(asdict(key), ensure_ascii=True, indent=1) + "\n"
 
 
 def read_key(sheet: Path) -> SheetKey:
-    """Read the key of a label sheet; raises DataError if it is missing or no key.
-
-    The key says whose answers the rows of the sheet show.
-    """
+    """Read the key of a label sheet; raises DataError if it is missing or no key."""
     path = key_path(sheet)
     try:
         return _parse_key(json.loads(path.read_text(encoding="utf-8")))
@@ -106,7 +97,7 @@ def read_key(sheet: Path) -> SheetKey:
 
 
 def _parse_key(value: Any) -> SheetKey:
-    if value["format"] not in (_SIMPLE_KEY, KEY_FORMAT):
+    if value["format"] != KEY_FORMAT:
         raise ValueError(f"format {value['format']!r}, wanted {KEY_FORMAT}")
     cells = []
     for cell in value["cells"]:
@@ -143,7 +134,7 @@ SHOWN = COLUMNS[1:4]
 CHARACTERS = 12_000  # of one cell; a spreadsheet holds 32,767, and visible control characters are longer
 LABEL_OF = {"0": 0, "1": 1}
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "|", "%")  # first characters of cells that a spreadsheet may execute
-_LOOKED_AT = 1000  # characters; no spreadsheet skips more blanks before a formula
+_MOST_BLANKS = 1000  # that a spreadsheet is assumed to skip before a formula
 
 
 @dataclass(frozen=True)
@@ -167,7 +158,7 @@ def spreadsheet_safe(text: str) -> str:
     """Return text that a spreadsheet does not execute: control characters visible, no leading formula character."""
     plain = visible(text)
     # NFKC, because a spreadsheet may treat full-width forms of these characters alike
-    return f"'{plain}" if normalize("NFKC", plain[:_LOOKED_AT]).lstrip().startswith(_FORMULA) else plain
+    return f"'{plain}" if normalize("NFKC", plain[:_MOST_BLANKS]).lstrip().startswith(_FORMULA) else plain
 
 
 def row_names(count: int, seed: int) -> list[str]:
@@ -201,7 +192,10 @@ def _hash(cells: Iterable[str]) -> str:
 
 
 def read_labels(sheet: Path, key: SheetKey) -> dict[str, int]:
-    """Return row -> label of a sheet; raises DataError for unknown, duplicate, missing, changed or unlabelled rows."""
+    """Return the label of each row of a sheet, by row name.
+
+    Raises DataError for unknown, duplicate, missing, changed or unlabelled rows.
+    """
     rows = _rows(sheet)
     names = [row["row"].strip() for row in rows]
     unknown = [name for name in names if name not in key.rows]
@@ -248,8 +242,8 @@ FEWEST_CONCORDANT = 100  # by default: fewer pairs are too few to estimate a jud
 DESIRED = 0.5  # lowest score that counts as the judge's label 1
 DIGESTED = ("suite", "context_tokens", "arm", "train_seed", "policy", "item_id", "sample_index", "cluster_id", "score")
 _MATCH = ["item_id", "sample_index"]
-_Labels = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.int64]
+_Integers = npt.NDArray[np.int64]
 
 
 class AnswerPlace(NamedTuple):
@@ -262,7 +256,7 @@ class AnswerPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class PairedAnswers:
-    """All pairs [M] of reference's and candidate's answer in a cell, over its paired seeds.
+    """All pairs [M] of the reference's and the candidate's answer in a cell, over its paired seeds.
 
     ``candidate`` and ``reference`` are the judge's labels (1: as wanted); ``candidate_places`` and ``reference_places``
     say where each answer is recorded.
@@ -270,11 +264,11 @@ class PairedAnswers:
 
     contrast: Contrast
     items: npt.NDArray[np.object_]
-    samples: _Labels
-    seeds: tuple[_Labels, _Labels]  # candidate, reference
+    samples: _Integers
+    seeds: tuple[_Integers, _Integers]  # candidate, reference
     clusters: npt.NDArray[np.object_]
-    candidate: _Labels
-    reference: _Labels
+    candidate: _Integers
+    reference: _Integers
     candidate_places: tuple[AnswerPlace, ...]
     reference_places: tuple[AnswerPlace, ...]
 
@@ -321,7 +315,11 @@ def _select(contrasts: list[Contrast], key: str, value: str) -> list[Contrast]:
         raise UnknownName("selector", key, _SELECTORS)
     field = "context_tokens" if key == "context" else key
     values = sorted({str(getattr(c, field)) for c in contrasts})
-    selected = match_policies([value], values)[0] if key == "policy" else FORMER_CONTRASTS.get(value, value)
+    selected = value
+    if key == "policy":
+        selected = match_policies([value], values)[0]
+    elif key == "estimand":
+        selected = FORMER_CONTRASTS.get(value, value)
     if selected not in values:
         raise UnknownName(f"{key} among the gated cells", value, values)
     return [c for c in contrasts if str(getattr(c, field)) == selected]
@@ -368,32 +366,26 @@ def _answers(c: Contrast, table: pd.DataFrame) -> PairedAnswers:
     )
 
 
-def pairs_to_label(pairs: PairedAnswers, concordant: int, seed: int, *, spread: bool = True) -> Indices:
+def pairs_to_label(pairs: PairedAnswers, concordant: int, seed: int) -> Indices:
     """Return the indices of the pairs to label, ascending: all that the judge graded differently, some graded alike.
 
-    Those graded alike are ``concordant`` random pairs, drawn in turn over the templates. Without ``spread`` they are a
-    simple random sample, as in older label files.
+    Those graded alike are ``concordant`` random pairs, drawn in turn over the templates.
     """
     name = " ".join(map(str, pairs.contrast.place))
     generator = np.random.default_rng([seed, zlib.crc32(name.encode())])  # hash() differs between processes
-    if spread:
-        extra = np.flatnonzero(round_robin(generator, ~pairs.discordant, pairs.clusters, concordant))
-    else:
-        alike = np.flatnonzero(~pairs.discordant)
-        extra = generator.choice(alike, size=min(concordant, len(alike)), replace=False)
-    return np.sort(np.concatenate([np.flatnonzero(pairs.discordant), extra]))
+    return np.flatnonzero(pairs.discordant | round_robin(generator, ~pairs.discordant, pairs.clusters, concordant))
 
 
 def concordant_templates(answers: Sequence[PairedAnswers]) -> int:
-    """Return how many templates have concordant pairs (both answers graded alike) in the cell that has most of them.
+    """Return how many templates have concordant pairs (both answers graded alike), in the cell with most of them.
 
-    So many pairs must be labelled at least: without a labelled pair in each of its templates a cell cannot PASS.
+    At least so many pairs must be labelled: a cell cannot PASS without a labelled pair in each of these templates.
     """
     return max(len(set(pairs.clusters[~pairs.discordant])) for pairs in answers)
 
 
 def default_concordant(answers: Sequence[PairedAnswers]) -> int:
-    """Return how many concordant pairs (graded alike) to label by default: two per template; more hardly add power."""
+    """Return how many concordant pairs to label by default: two per template, as more hardly add power."""
     return max(FEWEST_CONCORDANT, 2 * concordant_templates(answers))
 
 
@@ -414,7 +406,7 @@ def shown_answers(data: RunData, answers: Sequence[tuple[PairedAnswers, Indices]
 
 
 def answer_places(pairs: PairedAnswers, indices: Indices) -> Iterator[tuple[AnswerPlace, AnswerPlace]]:
-    """Yield, for each pair in ``indices``, where the candidate's and where the reference's answer is recorded."""
+    """Yield, for each pair in ``indices``, where the candidate's and the reference's answer are recorded."""
     for i in indices:
         yield pairs.candidate_places[i], pairs.reference_places[i]
 

@@ -28,8 +28,7 @@ class PinnedCheckpoint:
     """One checkpoint of the pinned reference; ``policy`` is the compression under which its rollouts were sampled.
 
     Weights that were not trained by kvaudit are their own base, with the placeholder arm ``base`` and seed 0. ``files``
-    maps the names of the checkpoint's other files, such as config.json, to their sha256; pins of earlier versions have
-    none.
+    maps the names of the checkpoint's other files, such as config.json, to their sha256; empty if it has none.
     """
 
     arm: str
@@ -41,7 +40,7 @@ class PinnedCheckpoint:
 
     @property
     def named(self) -> bool:
-        """Whether arm and seed are real names, because kvaudit trained the checkpoint, and no placeholders."""
+        """Whether arm and seed are real names, because kvaudit trained the checkpoint, and not placeholders."""
         return self.sha256 != self.base_sha256
 
 
@@ -68,15 +67,15 @@ class Pin:
     ) -> tuple[str, ...] | None:
         """Return the names of the files in which this seed of a run's reference differs from a pinned checkpoint.
 
-        None if no pinned checkpoint has the same ``weights`` (their sha256); if the pin has this arm and seed, only
-        that checkpoint is looked at. ``files`` are the sha256 of the checkpoint's other files by name; if the run lists
-        none (None), all that the pin names differ.
+        None if no pinned checkpoint has the same ``weights`` (their sha256). If the pin has this arm and seed, only
+        that checkpoint counts. ``files`` are the sha256 of the checkpoint's other files by name; if the run lists none
+        (None), all files of the pin differ.
         """
         same_name = [c for c in self.checkpoints if c.named and (c.arm, c.seed) == (arm, seed)]
         same = [c for c in same_name or self.checkpoints if set(weights) == {c.sha256}]
         if not same:
             return None
-        # only a pin of an earlier version, which names no files, is content with the weights
+        # a pin without other files asks for equal weights only
         return min((_differing(c.files, files or {}) for c in same if c.files), key=len, default=())
 
     def to_json(self) -> str:
@@ -105,14 +104,14 @@ def load_pin(path: Path) -> Pin:
 
 
 def parse_pin(table: Any, name: str) -> Pin:
-    """Return the pin in a parsed file; ``name`` stands for the file in errors and in the report."""
+    """Return the pin in a parsed file; ``name`` is the name of the file in errors and in the report."""
     if not isinstance(table, dict) or table.get("format") != PIN_FORMAT:
         raise DataError(f"pin {name!r} is not of format {PIN_FORMAT}; {_REMEDY}")
     rows, date = table.get("checkpoints"), table.get("date")
     if not isinstance(rows, list) or not rows or not isinstance(date, str):
         raise DataError(f"pin {name!r} lists no checkpoints or no date; {_REMEDY}")
     pin = Pin(tuple(_parse_checkpoint(row, name) for row in rows), date, name)
-    if table.get(_SHA256_KEY, pin.sha256) != pin.sha256:  # pins of earlier versions do not state it
+    if table.get(_SHA256_KEY) != pin.sha256:
         raise DataError(f"pin {name!r} was changed after it was written; put the first one back, or {_REMEDY}")
     return pin
 

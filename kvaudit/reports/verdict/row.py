@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from kvaudit.core.text import inline
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Contrast
+from kvaudit.reports.verdict.label_sheet import spreadsheet_safe
 from kvaudit.reports.verdict.reasons import Reason
 from kvaudit.reports.verdict.verdict import Decided, Decision
 
 CONTRASTS = "contrasts.csv"
-_FORMULA = ("=", "+", "-", "@", "\t")  # first characters of cells that a spreadsheet executes
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Row:
 
 
 def row_of(sides: Comparison, contrast: Contrast | None, decision: Decision | None) -> Row:
-    """Return one flat row from a measured difference, a decision on a cell, or the two of one cell joined."""
+    """Return the row of a cell from its measured difference, its decision, or both."""
     cell = contrast or decision
     assert cell is not None, "a row needs a contrast or a decision"
     effect, rates, recipe = cell.effect, cell.rates, contrast.recipe if contrast else None
@@ -103,43 +103,27 @@ def row_of(sides: Comparison, contrast: Contrast | None, decision: Decision | No
     )
 
 
-def _points(share: float | None) -> float | None:
-    return None if share is None else 100.0 * share
-
-
-# name -> its value, in the order of the file; rates in percent, drifts and margins in percentage points
-CONTRAST_COLUMNS: Mapping[str, Callable[[Row], Any]] = {
-    "contrast": lambda row: row.estimand,
-    "arm": lambda row: row.arm,
-    "policy": lambda row: row.policy,
-    "suite": lambda row: row.metric,
-    "context_tokens": lambda row: row.context_tokens,
-    "reference": lambda row: _points(row.reference),
-    "candidate": lambda row: _points(row.candidate),
-    "estimate": lambda row: _points(row.estimate),
-    "low": lambda row: _points(row.low),
-    "high": lambda row: _points(row.high),
-    "lower": lambda row: _points(row.lower),
-    "upper": lambda row: _points(row.upper),
-    "margin": lambda row: _points(row.margin),
-    "gated": lambda row: row.gated,
-    "status": lambda row: row.status,
-    "items": lambda row: row.items,
-    "templates": lambda row: row.templates,
-    "lost": lambda row: row.lost,
-    "gained": lambda row: row.gained,
-    "churn": lambda row: _points(row.churn),
-    "recipe_low": lambda row: _points(row.recipe_low),
-    "recipe_high": lambda row: _points(row.recipe_high),
-    "seeds": lambda row: row.seeds,
-    "why": lambda row: "; ".join(map(str, row.contrast_reasons)) or None,
-    "ratio": lambda row: row.ratio,
-    "ratio_low": lambda row: row.ratio_low,
-    "ratio_high": lambda row: row.ratio_high,
-    "ratio_limit": lambda row: row.ratio_limit,
-    "pvalue": lambda row: row.pvalue,
-    "reasons": lambda row: " ".join(reason.code for reason in row.reasons) or None,
+# in the order of the file; rates are in percent, drifts and margins in percentage points
+CONTRAST_COLUMNS = (
+    *("contrast", "arm", "policy", "suite", "context_tokens", "reference", "candidate", "estimate", "low", "high"),
+    *("lower", "upper", "margin", "gated", "status", "items", "templates", "lost", "gained", "churn"),
+    *("recipe_low", "recipe_high", "seeds", "why", "ratio", "ratio_low", "ratio_high", "ratio_limit", "pvalue"),
+    "reasons",
+)
+_FIELDS = {"contrast": "estimand", "suite": "metric"}  # column -> field of a Row, where their names differ
+_TIMES_100 = {
+    *("reference", "candidate", "estimate", "low", "high", "lower", "upper", "margin", "churn"),
+    *("recipe_low", "recipe_high"),
 }
+
+
+def _value(row: Row, column: str) -> Any:
+    if column == "why":
+        return "; ".join(map(str, row.contrast_reasons)) or None
+    if column == "reasons":
+        return " ".join(reason.code for reason in row.reasons) or None
+    value = getattr(row, _FIELDS.get(column, column))
+    return 100.0 * value if column in _TIMES_100 and value is not None else value
 
 
 def contrast_rows(decided: Decided) -> Iterator[dict[str, Any]]:
@@ -150,7 +134,7 @@ def contrast_rows(decided: Decided) -> Iterator[dict[str, Any]]:
     decisions = {decision.place: decision for decision in decided.verdict.decisions}
     for contrast in decided.drift.contrasts:
         row = row_of(decided.comparison, contrast, decisions.get(contrast.place))
-        yield {name: value(row) for name, value in CONTRAST_COLUMNS.items()}
+        yield {column: _value(row, column) for column in CONTRAST_COLUMNS}
 
 
 def contrasts_csv(decided: Decided) -> str:
@@ -166,6 +150,5 @@ def _field(value: Any) -> Any:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, str):
-        shown = inline(value)
-        return f"'{shown}" if shown.startswith(_FORMULA) else shown
+        return spreadsheet_safe(inline(value))
     return value

@@ -72,7 +72,7 @@ class Rules:
     declared: str = DECLARED_WITH_RUN
     changes: tuple[str, ...] = ()
     items_are_independent: bool = False
-    defaults: Mapping[str, str] = field(default_factory=dict)  # suite or facet -> kind, if it has a default margin
+    defaults: Mapping[str, str] = field(default_factory=dict)  # suite or facet with a default margin -> kind of suite
 
     def margin(self, estimand: str, suite: str) -> float | None:
         """Return the margin of a kind of difference (``estimand``) on a suite, None if none is declared."""
@@ -156,11 +156,14 @@ def _check_selectivity(comparison: Comparison, gated: Sequence[int]) -> None:
                 )
 
 
-_NAMED_METRICS = 6  # in the line on default margins
+_NAMED_METRICS = 6  # metrics of one kind that the line on default margins names
 
 
 def default_margins_line(kinds: Mapping[str, str], margins: Mapping[str, float]) -> str:
-    """Return a line that names the default margins (in pp) by kind of suite; empty if all were declared."""
+    """Return a line that names the metrics with default margins (in pp); empty if all margins were declared.
+
+    ``kinds`` gives the kind of suite that a default is for, by metric.
+    """
     defaults, phrases = {metric: (kind, margins[metric]) for metric, kind in kinds.items() if metric in margins}, []
     for kind, points in dict.fromkeys(defaults.values()):
         metrics = [metric for metric, default in defaults.items() if default == (kind, points)]
@@ -242,39 +245,34 @@ def changes(run_comparison: Comparison, run_rules: Rules, comparison: Comparison
 
     ``comparison`` and ``run_comparison`` belong to these rules.
     """
-    for name, old, new in (
-        ("profile", run_rules.profile or "none", rules.profile or "none"),
-        ("alpha", run_rules.alpha, rules.alpha),
-        ("reference", run_comparison.reference, comparison.reference),
-        ("estimands", run_rules.estimands, rules.estimands),
-        ("gated arms", run_rules.arms or run_comparison.candidates, rules.arms or comparison.candidates),
-        ("gated policies", _short_names(run_comparison, run_rules.primary), _short_names(comparison, rules.primary)),
-        (
-            "deployable policies",
-            _short_names(run_comparison, run_rules.deployable),
-            _short_names(comparison, rules.deployable),
-        ),
-        ("gated lengths", run_rules.contexts, rules.contexts),
-        ("on_inconclusive", run_rules.on_inconclusive, rules.on_inconclusive),
-        ("not_measurable", run_rules.not_measurable, rules.not_measurable),
-        ("worst_seed", run_rules.worst_seed, rules.worst_seed),
-        ("pinned reference", _pin_digest(run_rules), _pin_digest(rules)),
+    old, new = _described(run_comparison, run_rules), _described(comparison, rules)
+    yield from (f"{name} {old[name]} -> {new[name]}" for name in old if old[name] != new[name])
+    for word, unit, older, newer in (
+        ("ratio of", _times, run_rules.ratios, rules.ratios),
+        ("margin", _points, run_rules.margins, rules.margins),
+        ("margin of", _points, run_rules.estimand_margins, rules.estimand_margins),
     ):
-        if old != new:
-            yield f"{name} {_text(old)} -> {_text(new)}"
-    pairs = (
-        ("margin", run_rules.margins, rules.margins),
-        ("margin of", run_rules.estimand_margins, rules.estimand_margins),
-    )
-    yield from (
-        f"ratio of {key} {_times(run_rules.ratios.get(key))} -> {_times(rules.ratios.get(key))}"
-        for key in sorted({*run_rules.ratios, *rules.ratios})
-        if run_rules.ratios.get(key) != rules.ratios.get(key)
-    )
-    for word, older, newer in pairs:
         for key in sorted({*older, *newer}):
             if older.get(key) != newer.get(key):
-                yield f"{word} {key} {_points(older.get(key))} -> {_points(newer.get(key))}"
+                yield f"{word} {key} {unit(older.get(key))} -> {unit(newer.get(key))}"
+
+
+def _described(comparison: Comparison, rules: Rules) -> dict[str, str]:
+    """Return the rules without their limits as texts, by name."""
+    return {
+        "profile": rules.profile or "none",
+        "alpha": str(rules.alpha),
+        "reference": comparison.reference,
+        "estimands": ", ".join(rules.estimands),
+        "gated arms": ", ".join(rules.arms or comparison.candidates),
+        "gated policies": ", ".join(map(comparison.label, rules.primary)),
+        "deployable policies": ", ".join(map(comparison.label, rules.deployable)),
+        "gated lengths": ", ".join(map(str, rules.contexts)),
+        "on_inconclusive": rules.on_inconclusive,
+        "not_measurable": rules.not_measurable,
+        "worst_seed": str(rules.worst_seed),
+        "pinned reference": _pin_digest(rules),
+    }
 
 
 def _pin_digest(rules: Rules) -> str:
@@ -306,14 +304,6 @@ def _rules_from(data: RunData, file: YamlFile | None, pin: Pin | None) -> tuple[
     kept = defaults_kept(defaults, {} if file is None else file.table)
     rules = replace(rules, defaults={metric: defaults[metric] for metric in kept if metric in rules.margins})
     return comparison, rules if file is None else replace(rules, source=file.name, sha256=file.sha256)
-
-
-def _short_names(comparison: Comparison, policies: Sequence[str]) -> tuple[str, ...]:
-    return tuple(comparison.labels[policy] for policy in policies)
-
-
-def _text(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _times(value: float | None) -> str:
@@ -362,8 +352,7 @@ def allowed_points(c: Contrast, limit: float) -> float | None:
 
 
 def _events(e: UnwantedEvents, floor: float) -> Events:
-    # the events of a side are those on both sides plus those on that side only
-    both = np.asarray(e.reference.sum() - e.before)
+    both = np.asarray(e.reference.sum() - e.before)  # of the reference's events those that the candidate has too
     return Events(
         both, np.asarray(e.before), np.asarray(e.after), e.reference, e.candidate, e.counts, np.asarray(floor)
     )

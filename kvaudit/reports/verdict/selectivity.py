@@ -36,8 +36,7 @@ class _Spread(NamedTuple):
 def with_selectivity(drift: Drift, policies: Sequence[str]) -> Drift:
     """Return the drift with a contrast of selectivity added for each safety suite, policy and length.
 
-    Selectivity is by how much safety dropped more than capability, so only lengths at which capability was measured
-    have it.
+    Lengths at which no capability was measured have none.
     """
     return replace(drift, contrasts=(*drift.contrasts, *_selectivity(drift, policies)))
 
@@ -49,7 +48,7 @@ def _selectivity(drift: Drift, policies: Sequence[str]) -> Iterator[Contrast]:
         if suite in sides.safety and policy in policies:
             places = [(arm, policy, context, capability_suite) for capability_suite in sides.capability]
             capability = [by_cell[place] for place in places if place in by_cell]
-            if capability:  # ``rules`` checks that a gated length has some
+            if capability:  # ``rules`` checks that every gated length has some
                 yield _combine(safety, capability, drift.alpha)
 
 
@@ -93,7 +92,7 @@ def _scale_sums(parts: Iterable[tuple[float, tuple[ClusterSums, ...]]]) -> tuple
 
 
 def _readings(parts: Parts) -> tuple[tuple[ClusterSums, ...], ...]:
-    """Return the differences by template twice: uncertain answers counted to lower selectivity, then to raise it."""
+    """Return the differences by template with uncertain answers counted for the lowest, and the highest selectivity."""
     if not any(c.readings for _, c in parts):
         return ()
 
@@ -110,10 +109,7 @@ def _noise(parts: Parts) -> float:
 
 
 def _by_seed(parts: Parts, index: int) -> SeedDrift:
-    """Return, for one training seed, by how much safety dropped more than capability (the selectivity).
-
-    The intervals of the suites for this seed are combined into one by MOVER (``stats.mover``).
-    """
+    """Return the selectivity of one training seed; the suites' intervals for it are combined by MOVER."""
     drifts = [(weight, c.by_seed[index], c.seed_sums[index]) for weight, c in parts]
     wide = mover([(weight, s.estimate, s.low, s.high) for weight, s, _ in drifts])
     narrow = mover([(weight, s.estimate, s.lower, s.upper) for weight, s, _ in drifts])
@@ -124,8 +120,8 @@ def _by_seed(parts: Parts, index: int) -> SeedDrift:
 def _recipe(parts: Parts, item: _Spread, seeds: Array) -> _Spread:
     """Return the variance for a claim about the recipe: about training with any seed, not only with those that ran.
 
-    It is ``item``, the variance due to the choice of items, plus the variance of the effects ``seeds`` [S] of the
-    single training seeds, as far as this is not due to items.
+    It is ``item``, the variance due to items, plus the variance of the single seeds' effects ``seeds`` [S] as far as
+    items do not explain it.
     """
     # the degrees of freedom of the suite with the fewest templates
     clusters = min(len(sums.counts) for _, c in parts for sums in c.sums)

@@ -1,4 +1,4 @@
-"""The power of a planned run, the size that a wanted power needs, and the number of items that a margin needs. Pure.
+"""The power of a planned run, the size that a wanted power needs, and the number of items that a margin needs.
 
 The chance of a PASS is simulated under the gate's own rule (``verdict.chance``); interval widths and the detectable
 drop follow from ``stats.power`` with t quantiles at the planned number of templates. C_min, the fewest templates with
@@ -21,9 +21,9 @@ import numpy as np
 
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_parts import LEAST_RATIO, MOST_RATIO
-from kvaudit.reports.stats import power as kernels
 from kvaudit.reports.stats.effect import Array
 from kvaudit.reports.stats.judges import clopper_pearson
+from kvaudit.reports.stats.power import detection_power, difference_variance, minimal_detectable
 from kvaudit.reports.stats.ratio import points_of
 from kvaudit.reports.stats.rule import LARGEST_SHARE, blind_spot, clusters_required, effective_clusters, too_uneven
 from kvaudit.reports.stats.seeds import SEEDS_ADVISED
@@ -45,12 +45,11 @@ DEFAULT_SAMPLING_SHARE = 0.5  # fits the simulated power of 1, 4 and 8 samples a
 DEFAULT_SEED_SHARE = 0.85  # at least .84 in the cells of the default audit that moved little
 _ARMS = 2  # reference and candidate
 SECONDS_PER_HOUR = 3600.0
-_MOST_CLUSTERS, _MOST_ITEMS = (
-    20_000,
-    2_000,
-)  # templates, and items of each; with more, a simulation takes over a few seconds
+_MOST_CLUSTERS = 20_000  # templates; with more, a simulation takes more than a few seconds
+_MOST_ITEMS = 2_000  # of a template, for the same reason
 _DESIGN_SEARCH = 500  # audits at each step of a search
-_SAMPLES_ADVISED, _ITEMS_TIMES = 4, 4
+_SAMPLES_ADVISED = 4
+_ITEMS_TIMES = 4  # how many times as many items the last of the larger designs has
 
 
 @dataclass(frozen=True)
@@ -97,6 +96,11 @@ class Design:
         return None if self.rate is None else self.answers / self.rate
 
     @property
+    def deff(self) -> float:
+        """The design effect of the templates, 1 + (m - 1) * ICC for m items of each (Kish 1965)."""
+        return 1 + (self.items_per_cluster - 1) * self.correlation
+
+    @property
     def training(self) -> float:
         """The share of the variance of differences that is due to the training run: only more seeds shrink it."""
         return (1 - self.sampling_share) * self.seed_share
@@ -111,7 +115,7 @@ class Sizes:
     error: float  # standard error of the drift
     passes: float  # P(PASS) at the assumed drift
     interval: float  # P(lower bound above -margin): a PASS without the template rules
-    detects: float | None  # P(upper bound below 0) at a drop of the margin; None if too few items differ for one
+    detects: float | None  # P(upper bound below 0) at a drop of the margin; None if the discordance is below it
     detectable: float  # smallest drop that a single cell detects with the design's power
     half_width: float  # of the two-sided 95 % interval
     required_clusters: int  # C_min
@@ -120,7 +124,7 @@ class Sizes:
 
 
 class Step(NamedTuple):
-    """A change that makes a design larger, in words, and the chance that the larger design passes."""
+    """A change that makes a design larger, in words, and the chance of the larger design to pass."""
 
     words: str
     passes: float
@@ -130,32 +134,32 @@ def plan_sizes(design: Design) -> Sizes:
     """Compute the power and precision of a design; raises SpecError for invalid numbers."""
     check_design(design)
     df = design.clusters - 1
-    deff = float(kernels.icc_design_effect(design.correlation, design.items_per_cluster))
-    error = float(kernels.standard_error(design.items, _variance(design, design.drift), deff=deff))
+    error = _error(design, design.drift)
     audits = draw_audits(_pool(design), design.clusters)
     return Sizes(
         design=design,
-        deff=deff,
+        deff=design.deff,
         error=error,
         passes=pass_rate(audits, margin=design.margin, alpha=design.alpha, ratio=design.ratio),
         interval=interval_rate(audits, margin=design.margin, alpha=design.alpha, ratio=design.ratio),
-        detects=_detects(design, deff),
-        detectable=float(kernels.minimal_detectable(error, df=df, alpha=design.alpha, power=design.power)),
+        detects=_detects(design),
+        detectable=minimal_detectable(error, df=df, alpha=design.alpha, power=design.power),
         # power .5 has quantile 0, so this is t at .975 times the error
-        half_width=float(kernels.minimal_detectable(error, df=df, alpha=0.025, power=0.5)),
+        half_width=minimal_detectable(error, df=df, alpha=0.025, power=0.5),
         required_clusters=clusters_required(design.margin, design.alpha),
         blind_spot=blind_spot(design.clusters, design.alpha),
         lowest_estimate=lowest_estimate(design.clusters, margin=design.margin, alpha=design.alpha),
     )
 
 
-def _variance(design: Design, drift: float) -> float:
-    """Return the variance of an item's difference at a true ``drift``, averaged over samples and seeds."""
+def _error(design: Design, drift: float) -> float:
+    """Return the standard error of the mean difference at a true ``drift``."""
     draws = design.samples * design.seeds
-    # the share that neither samples nor seeds average out
+    # the share of the variance that neither samples nor seeds average out
     common = 1 - design.sampling_share - design.training
     share = common + design.training / design.seeds + design.sampling_share / draws
-    return float(kernels.difference_variance(design.discordance, drift=drift)) * share
+    variance = difference_variance(design.discordance, drift=drift) * share  # of an item's mean over samples and seeds
+    return math.sqrt(variance * design.deff / design.items)
 
 
 def _pool(design: Design) -> Pool:
@@ -259,13 +263,12 @@ def _lowest(has_power: Callable[[float], bool], low: float, high: float) -> floa
     return high
 
 
-def _detects(design: Design, deff: float) -> float | None:
+def _detects(design: Design) -> float | None:
     """Return the power to detect a drop of the margin; None if too few answers differ for such a drop."""
     if design.discordance < design.margin:
         return None
-    variance = _variance(design, -design.margin)
-    df = design.clusters - 1
-    return float(kernels.detection_power(design.items, design.margin, variance, deff=deff, alpha=design.alpha, df=df))
+    error = _error(design, -design.margin)
+    return detection_power(design.margin, error, df=design.clusters - 1, alpha=design.alpha)
 
 
 def spec_snippet(design: Design, clusters: int, suite: str) -> str:
@@ -363,9 +366,9 @@ def _check_drift(design: Design) -> None:
 
 LEAST_CHURN = 0.05  # lowest discordance that a pilot plans with
 ASSUMED_CHURN = 0.10  # discordance without a pilot
-CHURN_LEVEL = 0.5  # two-sided level of the pilot's churn; its upper end is planned with, so one run in four churns more
+CHURN_LEVEL = 0.5  # of the two-sided interval of a pilot's churn; one run in four has more churn than its upper end
 _ITEM_SEARCH = 200  # audits at each step of a search
-_STEP = 1.1
+_STEP = 1.1  # a search ends when its bounds differ by this factor
 
 
 class LayoutItem(NamedTuple):
@@ -407,7 +410,7 @@ class Shortfall:
     templates: int  # effective number
     required: int
     most: int  # templates of a round
-    enough: int | None  # sufficient items, if any number is
+    enough: int | None  # the fewest items that suffice; None if a whole round does not
 
     @property
     def line(self) -> str:
@@ -479,10 +482,9 @@ def shortfall_of(layout: Layout, metric: Metric, items: int, alpha: float) -> Sh
 
 
 def planned_discordance(differing: int, pairs: int) -> float:
-    """Return the share of differing answers to plan with, if ``differing`` of ``pairs`` answers differed in a trial.
+    """Return the share of differing answers to plan with, if ``differing`` of ``pairs`` answers differed in a pilot.
 
-    It is the upper end of the interval of the trial's share, at least ``LEAST_CHURN``; ``ASSUMED_CHURN`` without any
-    pair.
+    It is the upper end of the interval of the pilot's share, at least ``LEAST_CHURN``; ``ASSUMED_CHURN`` without pairs.
     """
     if not pairs:
         return ASSUMED_CHURN
@@ -490,10 +492,10 @@ def planned_discordance(differing: int, pairs: int) -> float:
 
 
 def plan_items(layout: Layout, metric: Metric, design: Design, limit: int) -> PlannedItems:
-    """Return the fewest items, within 10 %, that pass with the design's power, and their chance to pass.
+    """Return the fewest items, within 10 %, with which a metric passes with the design's power, and that chance.
 
-    If no number up to ``limit`` has that power, it is the largest with which the metric can pass. Templates and items
-    of ``design`` are ignored. A metric that cannot pass at all gets one round of items.
+    If no number up to ``limit`` has that power, return the largest with which the metric can pass; for a metric that
+    cannot pass at all, one round of items. Templates and items of ``design`` are ignored.
     """
     numbers = passing_counts(layout, metric, design.alpha, limit)
     if not numbers:

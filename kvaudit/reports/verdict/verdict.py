@@ -115,7 +115,7 @@ class Decision(CellName):
 
     @property
     def is_unclustered(self) -> bool:
-        """Whether this cell fails to pass only because the data do not name the templates of its items."""
+        """Whether a PASS of this cell was held back because the data do not name the templates of its items."""
         return any(reason.code == ReasonCode.NO_CLUSTERS for reason in self.reasons)
 
     @property
@@ -143,8 +143,8 @@ class ArmVerdict:
 class Adjustment:
     """How p-values are adjusted for multiple testing.
 
-    ``method`` is max-T, or another for the ``reason`` given; ``floor`` is the smallest possible p-value. ``critical``
-    is how many standard errors below 0 the lowest cell must lie for a FAIL.
+    ``method`` is max-T, or Holm for the ``reason`` given; ``floor`` is the smallest possible p-value. ``critical`` is
+    how many standard errors below 0 the lowest cell must lie for a FAIL, infinite without cells.
     """
 
     method: str
@@ -203,14 +203,14 @@ def worst(statuses: Iterable[Status]) -> Status:
 
 
 def worst_recipe(statuses: Sequence[Status | None]) -> Status | None:
-    """Return the worst of the verdicts on recipes (ways of training), None if any is missing."""
+    """Return the worst of the statuses of recipes (ways of training), None if any is missing."""
     verdicts = [status for status in statuses if status]
     return worst(verdicts) if verdicts and len(verdicts) == len(statuses) else None
 
 
 @dataclass(frozen=True)
 class Decided:
-    """A run with all from which its report follows: the drift, the rules, the waivers and the verdict."""
+    """A decided run: its drift, rules, waivers and verdict, from which its report follows."""
 
     drift: Drift
     rules: Rules
@@ -226,7 +226,7 @@ class Decided:
     def contrasts(self) -> Iterator[Contrast]:
         """The measured differences in suites' scores, and in facets that have a margin or ratio.
 
-        All other facets are in a section of their own.
+        The report shows all other facets in a separate section.
         """
         facets = self.comparison.facets
         return (c for c in self.drift.contrasts if c.suite not in facets or self.rules.has_limit(c.suite))
@@ -265,7 +265,7 @@ class Waiver:
 
 
 def read_waivers(path: Path) -> YamlFile:
-    """Read a waiver file as a mapping; ``parse_waivers`` checks its content against a comparison."""
+    """Read a waiver file; ``parse_waivers`` checks its content against a comparison."""
     return read_yaml(path, "waiver file")
 
 

@@ -34,7 +34,7 @@ LONGEST_LINE = 64 * 2**20  # bytes
 LARGEST_SEED = 2**62
 _RECOGNITION_LINES = 20
 _MAX_METRIC_LENGTH = 120  # characters
-_ROUNDING = 1e-9  # how far a mean of scores in [0, 1] may be outside
+_ROUNDING = 1e-9  # how far a mean of scores in [0, 1] may lie outside of it
 ClusterRule = Callable[[Mapping[str, Any], str], str | None]  # a file's own row, item -> cluster
 
 
@@ -125,7 +125,7 @@ class Problems:
         self.counts[metric] += 1
 
     def add_off_scale(self, score: float, place: str, metric: str) -> None:
-        """Add a score outside [0, 1], which stands at ``place`` (file and line)."""
+        """Add a score outside [0, 1]; ``place`` is its file and line."""
         old = self.scales.get(metric, OffScaleScores(0, score, score, place))
         self.scales[metric] = OffScaleScores(old.count + 1, min(old.low, score), max(old.high, score), old.first)
 
@@ -156,7 +156,7 @@ def log_of(reader: Reader, path: Path, rows: list[Row], problems: Problems, **fi
         for metric, scale in problems.scales.items():
             raise scale.error(path, metric)
         first = f"; first problem: {problems.texts[0]}" if problems.texts else ""
-        raise DataError(f"{str(path)!r} holds no row of a {reader.reads}{first}")
+        raise DataError(f"{str(path)!r} holds no row that can be read as {reader.reads}{first}")
     frame = pd.DataFrame(rows, columns=list(Row._fields))
     texts, counts = tuple(problems.texts), dict(problems.counts)
     return Log(path, reader.name, frame, texts, kept_out=counts, scales=problems.scales, **fields)
@@ -194,7 +194,7 @@ def json_object(raw: bytes) -> dict[str, Any] | None:
 
 
 def name_of(value: Any) -> str | None:
-    """Return a text or whole number as the name of an item, cluster or suite; None for anything else."""
+    """Return a text or whole number as the name of an item, cluster or suite; None for any other value."""
     if isinstance(value, bool) or not isinstance(value, str | int):
         return None
     # Python raises for whole numbers of thousands of digits
@@ -259,10 +259,7 @@ def parse_number(text: str) -> float:
 
 @dataclass
 class CollectedScores:
-    """The scores of a file and the errors among them, collected while the file is read.
-
-    ``report`` leaves out the errors of a metric without any number: it holds text, not scores.
-    """
+    """The scores of a file and the values that are no scores, collected while the file is read."""
 
     problems: Problems
     rows: list[Row] = field(default_factory=list)
@@ -280,7 +277,7 @@ class CollectedScores:
     def report(self) -> None:
         """Add the collected errors to the problems.
 
-        Errors of a metric that has no score at all are left out, unless no metric has one.
+        Errors of a metric without any score are left out, since it holds text, unless no metric has a score.
         """
         scored = {row.metric for row in self.rows if not math.isnan(row.score)}
         for metric, text in self._errors:
@@ -302,7 +299,7 @@ def read_log(path: Path, request: Request) -> Log:
     try:
         reader = _reader_of(path)
         if request.select and reader.name != "kvaudit":
-            raise DataError(f"{str(path)!r} is a {reader.reads}; selectors choose cells of a kvaudit run only")
+            raise DataError(f"{str(path)!r} was read as {reader.reads}; selectors choose cells of a kvaudit run only")
         return reader.read(path, request)
     except RecursionError:  # the parser accepts more levels than json.dumps and the comparison do
         raise DataError(f"{str(path)!r} nests lists or objects hundreds of levels deep; no tool writes that") from None
@@ -310,9 +307,10 @@ def read_log(path: Path, request: Request) -> Log:
         raise DataError(f"{str(path)!r} cannot be read ({error.strerror or error}); check the path") from None
 
 
+_SPREADSHEET = "a spreadsheet, which is not read; save it as CSV with the columns item and score"
 _ADVICE_BY_SUFFIX = {
-    ".xlsx": "a spreadsheet, which is not read; save it as CSV with the columns item and score",
-    ".xls": "a spreadsheet, which is not read; save it as CSV with the columns item and score",
+    ".xlsx": _SPREADSHEET,
+    ".xls": _SPREADSHEET,
     ".parquet": "a table of Parquet, which is not read; write it as CSV with the columns item and score",
     ".gz": "compressed by gzip, which is not unpacked; run gunzip on it first",
     ".zst": "compressed by Zstandard, which is not unpacked; run unzstd on it first",
@@ -361,7 +359,7 @@ def _reader_of(path: Path) -> Reader:
 _MAX_NAME = 500  # characters of an item's name that a pattern is tried on
 _MAX_ITEMS = 2000  # whose fields are compared
 _MAX_FIELD = 60  # characters of a field's name that is proposed
-_MIN_CLUSTERS = 6  # fewer decide nothing
+_MIN_CLUSTERS = 6  # with fewer there is no interval
 
 
 def cluster_rule(text: str) -> ClusterRule:
@@ -412,7 +410,8 @@ def _by_table(path: Path) -> ClusterRule:
     if not rows or not {"item", "cluster"} <= set(rows[0]):
         raise DataError(f"--cluster file:{path} needs the columns item and cluster")
     table: dict[str, str] = {}
-    for item, cluster in ((str(row["item"]), str(row["cluster"])) for row in rows if row["cluster"]):
+    # names of items are read without blanks around them, so the table's are too
+    for item, cluster in ((row["item"].strip(), row["cluster"]) for row in rows if row["item"] and row["cluster"]):
         if table.setdefault(item, cluster) != cluster:
             raise DataError(
                 f"--cluster file:{path} has item {clip(item, 80)!r} in two clusters, {clip(table[item], 80)!r} and "

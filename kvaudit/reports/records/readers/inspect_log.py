@@ -15,6 +15,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ ZSTANDARD, ENCRYPTED = 93, 0x1  # a method and a flag of the zip format
 PLAIN = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # methods that Python unpacks only as far as it is asked to
 _START = 4096  # bytes at the beginning of a log in JSON
 _LOCAL_HEADER = 30  # bytes before the name of a member
-_DAMAGED = (
+_DAMAGED = (  # what reading a damaged zip raises
     *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, ValueError, NotImplementedError),
     *(MemoryError, OverflowError, RuntimeError),
 )
@@ -182,7 +183,7 @@ class Inspect(Reader):
         """Return every score of every sample; a failed sample has no score under any scorer."""
         problems, shared = Problems(), SharedFields("metadata.")
         scores, failed, edited = CollectedScores(problems), list[Row](), 0
-        with _JsonLog(path) if path.suffix == ".json" else Archive(path) as log:
+        with nullcontext(_JsonLog(path)) if path.suffix == ".json" else Archive(path) as log:
             header = log.json(HEADER if HEADER in log else START)  # a recognised log has one of them
             for name in filter(_SAMPLE.match, log):
                 try:
@@ -212,7 +213,7 @@ class Inspect(Reader):
 
 
 class _JsonLog:
-    """A log in one JSON file, with the methods of an ``Archive``; raises DataError if it is too long or no log."""
+    """A log in one JSON file, read like an ``Archive``; raises DataError if it is too long or no log."""
 
     def __init__(self, path: Path) -> None:
         if path.stat().st_size > LARGEST_TOTAL:
@@ -228,12 +229,6 @@ class _JsonLog:
         if not isinstance(samples, list):
             raise DataError(f"{str(path)!r} is the header of an Inspect log, without its samples; give the whole log")
         self._members = {f"samples/{number}.json": sample for number, sample in enumerate(samples, start=1)}
-
-    def __enter__(self) -> _JsonLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Do nothing: the file is closed already."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._members)

@@ -37,7 +37,8 @@ from kvaudit.reports.records.readers.base import (
 _UNNAMED = "filter-"  # the name of an unnamed filter, before its number
 _FILE_NAME = re.compile(r"^samples_(?P<task>.+)_\d{4}-\d\d-\d\dT[\d.\-]+$")
 _KEYS = {"doc_id", "doc", "resps"}
-_ID, _TEXT_LENGTH = re.compile(r"(?i)(^|_)(id|idx|index|uuid)$"), 20
+_ID = re.compile(r"(?i)(^|_)(id|idx|index|uuid)$")  # a field of a document that only numbers it
+_TEXT_LENGTH = 20  # characters of a text that identifies a document
 _HASHES = ("doc_hash", "prompt_hash", "target_hash")
 _NOT_METRICS = {*_KEYS, *_HASHES, "target", "arguments", "filtered_resps", "filter", "metrics"}
 
@@ -84,8 +85,8 @@ class LmEval(Reader):
 class _Questions:
     """Groups of lines that ask the same question: their prompts are equal, or their documents are.
 
-    Few-shot examples before a document thus do not matter. A line is known by its ``keys``, hashes of prompt and
-    document.
+    So a document asked after other few-shot examples is the same question. A line has ``keys``, which are hashes of its
+    prompt and document.
     """
 
     def __init__(self) -> None:
@@ -105,14 +106,15 @@ class _Questions:
 
     def _find(self, key: str) -> str:
         while (other := self._same.get(key, key)) != key:
+            self._same[key] = self._same.get(other, other)  # halves the chain, which may be as long as the log
             key = other
         return key
 
 
 def _document_keys(document: Any) -> Iterator[str]:
-    """Yield hashes by which a document is known: first of all its fields, then of all fields except its ids.
+    """Yield two hashes of a document: of all its fields, and of all fields except ids.
 
-    The first hash is left out if the document has no text, the second unless some text is long enough to identify it.
+    The first is left out if the document has no text, the second unless some text is long enough to identify it.
     """
     if not isinstance(document, dict):
         return
@@ -125,9 +127,9 @@ def _document_keys(document: Any) -> Iterator[str]:
 
 
 def _with_metrics(row: Mapping[str, Any], repeats: Counter[str]) -> dict[str, Any]:
-    """Return a line of an old log with ``metrics`` and ``filter`` added, neither of which such lines name.
+    """Return a line of an old log with the ``metrics`` and the ``filter`` that it does not name.
 
-    ``repeats`` counts the lines of each document so far, and is counted up: the n-th line is that of the n-th filter.
+    ``repeats`` counts the lines of each document so far, and is updated: the n-th line is that of the n-th filter.
     """
     metrics = [
         name for name, value in row.items() if name not in _NOT_METRICS and isinstance(value, bool | int | float)
