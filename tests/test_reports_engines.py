@@ -17,6 +17,7 @@ from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run, with_report_sections, write_report
 from kvaudit.reports.sections.base import Inputs
 from kvaudit.reports.sections.engines import EnginesSection, FloorSection
+from kvaudit.reports.verdict.reasons import ReasonCode
 from kvaudit.reports.verdict.verdict import Status
 from tests import reports_synthetic as synthetic
 
@@ -244,6 +245,8 @@ def test_a_changed_floor_is_a_problem_and_no_number(tmp_path: Path) -> None:
     unit.write_text(unit.read_text().replace('"score": 1.0', '"score": 0.5', 1))
     found = decide_run(load_run(run))
     assert (found.values["floor"], len(found.problems)) == ((), 1)
+    assert found.verdict.status is Status.INVALID  # whether noise hides the setting is unknown
+    assert [reason.code for reason in found.verdict.reasons] == [ReasonCode.REF_HASH]
     assert "sha256" in found.problems[0]
 
 

@@ -86,7 +86,8 @@ def drift_of(data: RunData, comparison: Comparison, alpha: float, facets: CellFi
     """
     tables = data.panels
     cells = tuple(cells_of(data.records, tables, comparison))
-    canaries = canaries_of(data.records, _repeated_records(data, comparison), comparison)
+    repeated, damaged = _repeated_records(data, comparison)
+    canaries = canaries_of(data.records, repeated, comparison)
     stored_noise = table_of(data.provenance, NOISE)  # for a run whose repeated answers are gone, or were not judged
     return Drift(
         run=data.spec.name,
@@ -97,7 +98,7 @@ def drift_of(data: RunData, comparison: Comparison, alpha: float, facets: CellFi
             _with_stored_noise(checked_by_canary(c, comparison, canaries), stored_noise)
             for c in contrasts(comparison, tables, alpha, facets)
         ),
-        reasons=(*run_reasons(data, comparison), *canary_reasons(comparison, canaries)),
+        reasons=(*run_reasons(data, comparison), *damaged, *canary_reasons(comparison, canaries)),
         n_records=len(data.records),
         weights=_checkpoints(data.records, comparison.reference),
         files=_checkpoint_files(data, comparison.reference, comparison.seeds),
@@ -114,17 +115,20 @@ def _with_stored_noise(c: Contrast, noise: Mapping[str, str]) -> Contrast:
 
 def hidden_by_noise(data: RunData, comparison: Comparison) -> dict[str, str]:
     """Return for each engine setting (condition) that the engine's noise hides a sentence that says so."""
-    return noisy_conditions(canaries_of(data.records, _repeated_records(data, comparison), comparison))
+    return noisy_conditions(canaries_of(data.records, _repeated_records(data, comparison)[0], comparison))
 
 
-def _repeated_records(data: RunData, comparison: Comparison) -> Mapping[str, pd.DataFrame]:
-    """Return the records of requests asked a second time, by their order (same or shuffled); empty without any."""
+def _repeated_records(data: RunData, comparison: Comparison) -> tuple[Mapping[str, pd.DataFrame], tuple[Reason, ...]]:
+    """Return the records of requests asked a second time, by their order (same or shuffled); empty without any.
+
+    If their files changed, return none and the reason why the run is invalid: its noise is unknown.
+    """
     if not comparison.references:
-        return {}
+        return {}, ()
     try:
-        return data.floor.records
-    except DataError:
-        return {}
+        return data.floor.records, ()
+    except DataError as error:
+        return {}, (Reason(ReasonCode.REF_HASH, str(error)),)
 
 
 def _checkpoint_files(data: RunData, arm: str, seeds: Sequence[int]) -> dict[int, Mapping[str, str]]:
