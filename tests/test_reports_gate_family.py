@@ -8,7 +8,7 @@ from reports_synthetic import Design, build, policy, redecided, reruled
 from scipy import stats
 
 from kvaudit.reports.page.answers import answers, change_text
-from kvaudit.reports.page.banner import describe_cell
+from kvaudit.reports.page.banner import describe_cell, verdict_sentence
 from kvaudit.reports.page.disclosure import findings_of_arm
 from kvaudit.reports.page.plots import draw_quadrant
 from kvaudit.reports.page.remarks import remarks
@@ -316,6 +316,8 @@ def test_parity_needs_both_sides(tmp_path):
     [naive], [smd] = find(verdict, "parity", arm="naive"), find(verdict, "parity", arm="smd")
     assert naive.suite == "math"
     assert naive.status is Status.FAIL  # a gain beyond the margin is no parity
+    assert verdict_sentence(verdict).startswith("Changed, by a loss or gain that may exceed")
+    assert verdict.decisions[verdict.headline] == naive  # its gain is further beyond the margin than any loss
     assert naive.reasons[0].text.startswith("gain detected")
     assert "non-inferior: shown, non-superior: FAIL" in naive.statement
     assert change_text(gains.comparison, naive).endswith(" of 600, limit +5, up to +12.9")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import inf, isinf
+from math import isinf
 
 from kvaudit.core.facets import DEPLOYED, PARITY, SERVING, WORST, suite_of
 from kvaudit.core.text import at_length, inline, join_names, length_label
@@ -193,19 +193,9 @@ def severity_order(sides: Comparison) -> Callable[[Decision], tuple[int, int, fl
     def key(d: Decision) -> tuple[int, int, float]:
         facet = facet_of_metric(sides, d.suite)
         place = 2 if facet is None else 0 if facet.kind == "safety" else 1
-        return PRECEDENCE.index(d.standing), place, room(d)
+        return PRECEDENCE.index(d.standing), place, d.room
 
     return key
-
-
-def room(d: Decision) -> float:
-    """Return how far a cell's confidence bound is from its margin, in score units: negative beyond it.
-
-    Minus infinity without a number. Under "parity", which limits drift to either side, it is the smaller of two.
-    """
-    if d.effect is None:
-        return -inf
-    return (min(d.effect.lower, -d.effect.upper) if d.estimand == PARITY else d.effect.lower) + (d.margin or 0.0)
 
 
 def _reason_texts(sides: Comparison, d: Decision) -> tuple[str, str]:

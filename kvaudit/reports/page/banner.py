@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
 
-from kvaudit.core.facets import DEPLOYED, SERVING
+from kvaudit.core.facets import DEPLOYED, PARITY, SERVING
 from kvaudit.core.text import at_length, inline, join_names
 from kvaudit.reports.page.answers import question_of
 from kvaudit.reports.page.facets import breakdown
@@ -95,8 +95,9 @@ def verdict_sentence(verdict: Verdict) -> str:
     n_exceeding = sum(exceeds_margin(d) for d in failed if d not in by_seed)
     n_open = len(failed) - n_exceeding - len(by_seed)
     seeds = f", one seed alone fails in {len(by_seed)}" if by_seed else ""
+    change = "Changed, by a loss or gain" if any(d.estimand == PARITY for d in failed) else "Worse, by a loss"
     return (
-        f"Worse, by a loss that may exceed the declared margin, in {len(failed)} of {len(verdict.gated)} gated cells: "
+        f"{change} that may exceed the declared margin, in {len(failed)} of {len(verdict.gated)} gated cells: "
         f"shown to exceed it in {n_exceeding or 'none'}, size open in {n_open or 'none'}{seeds}."
     )
 

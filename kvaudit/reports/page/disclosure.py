@@ -15,7 +15,6 @@ from kvaudit.core.provenance import RECIPE_SECTIONS, engine_facts, recipe_digest
 from kvaudit.core.spec import UNKNOWN as NOT_DECLARED
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.core.text import at_length
-from kvaudit.reports.page.answers import room
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.remarks import blind_spot_line, limits, remarks
@@ -141,7 +140,7 @@ def findings_of_arm(findings: Findings, arm: str) -> Findings:
     decisions = tuple(d for d in verdict.decisions if d.arm == arm)
     arm_verdict = next((a for a in verdict.arms if a.arm == arm), None)
     # as in a run's verdict, the headline has the worst status, then the least room to the margin
-    rank = {n: (PRECEDENCE.index(d.standing), room(d)) for n, d in enumerate(decisions) if d.gated}
+    rank = {n: (PRECEDENCE.index(d.standing), d.room) for n, d in enumerate(decisions) if d.gated}
     narrowed = replace(
         verdict,
         status=arm_verdict.status if arm_verdict else verdict.status,

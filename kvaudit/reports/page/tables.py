@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from kvaudit.core.facets import DEPLOYED, suite_of
 from kvaudit.core.text import at_length, inline
-from kvaudit.reports.page.answers import room
 from kvaudit.reports.page.findings import Findings, flips_link
 from kvaudit.reports.sections.shared.tables import Table, footnoted, table_of
 from kvaudit.reports.sections.shared.words import (
@@ -74,7 +73,7 @@ def verdict_table(findings: Decided) -> Table:
     for line in lines:
         row = [line.name, line.status.value, *([line.recipe.value if line.recipe else "-"] if recipe else [])]
         row += [_worst(line, [suite]) for suite in suites] + ([_worst(line, facets)] if facets else [])
-        d = min(line.cells, key=lambda d: (PRECEDENCE.index(d.status), room(d)))
+        d = min(line.cells, key=lambda d: (PRECEDENCE.index(d.status), d.room))
         row.append(_cell_and_drift(sides, d) + (", as deployed" if is_compressed_deployment(sides, d) else ""))
         if served:
             arm_cells = deployed_cells(findings, line.name)
@@ -101,7 +100,7 @@ def deployed_cells(findings: Decided, arm: str | None = None) -> list[Decision]:
     if not any(is_compressed_deployment(sides, d) for d in cells):
         return []
     uncompressed = [d for d in cells if d.estimand == "alike" and sides.is_uncompressed(d.policy)]
-    return sorted([d for d in cells if d.estimand == "deployed" or d in uncompressed], key=room)
+    return sorted([d for d in cells if d.estimand == "deployed" or d in uncompressed], key=lambda d: d.room)
 
 
 def is_compressed_deployment(sides: Comparison, d: Decision) -> bool:

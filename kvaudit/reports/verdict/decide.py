@@ -174,17 +174,14 @@ def _arm_verdicts(gated: Sequence[Decision]) -> tuple[ArmVerdict, ...]:
 
 
 def _headline(decisions: Sequence[Decision]) -> int | None:
-    """Return the index of the gated cell to quote: the worst status, then the lowest bound relative to its margin.
+    """Return the index of the gated cell to quote: the worst status, then the least room to its margin.
 
     Only cells with an effect count; cells that are not measurable count only if no cell is measurable. None without
     any.
     """
-    numbered = [(i, d, d.effect) for i, d in enumerate(decisions) if d.gated and d.effect]
-    candidates = [entry for entry in numbered if entry[1].is_measurable] or numbered
-    if not candidates:
-        return None
-    rank = {status: i for i, status in enumerate(PRECEDENCE)}
-    return min(candidates, key=lambda entry: (rank[entry[1].standing], entry[2].lower + (entry[1].margin or 0)))[0]
+    gated = [i for i, d in enumerate(decisions) if d.gated and d.effect]
+    candidates = [i for i in gated if decisions[i].is_measurable] or gated
+    return min(candidates, key=lambda i: (PRECEDENCE.index(decisions[i].standing), decisions[i].room), default=None)
 
 
 # --- what can change a decision after the test -----------------------------------------------------------------------

@@ -19,11 +19,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from enum import StrEnum
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from kvaudit.core.errors import SpecError, UnknownName
-from kvaudit.core.facets import FORMER_CONTRASTS, GATED
+from kvaudit.core.facets import FORMER_CONTRASTS, GATED, PARITY
 from kvaudit.core.files import YamlFile, check_keys, read_yaml
 from kvaudit.core.policy_names import match_policies
 from kvaudit.core.text import short_repr, short_text
@@ -122,6 +123,17 @@ class Decision(CellName):
     def standing(self) -> Status:
         """The status after waivers: WAIVED with a waiver, else ``status``."""
         return Status.WAIVED if self.waiver else self.status
+
+    @property
+    def room(self) -> float:
+        """How far the confidence bound is from the margin, in score units: negative beyond it, -inf without a number.
+
+        Under "parity", which limits drift to either side, it is the smaller of two.
+        """
+        if self.effect is None:
+            return -inf
+        bound = min(self.effect.lower, -self.effect.upper) if self.estimand == PARITY else self.effect.lower
+        return bound + (self.margin or 0.0)
 
 
 @dataclass(frozen=True)
