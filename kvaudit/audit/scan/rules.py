@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as Table
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ ConfigurationRole = Literal["rollout", "serving", "both", "unknown"]
 NO_EQUIVALENT = "no equivalent"
 CORRECTION, NATIVE = "correction", "native"
 _PATH = Path(__file__).with_name("rules.yaml")
-_OFF = {"", "none", "null", "false", "off", "no"}
+_OFF = {"", "none", "null", "false", "off", "no", "0", "disabled"}
 
 
 @dataclass(frozen=True)
@@ -195,9 +196,10 @@ def _number(value: Any) -> float | None:
     if isinstance(value, bool) or value is None:
         return None
     try:
-        return float(value)
-    except (TypeError, ValueError):
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
         return None
+    return number if math.isfinite(number) else None
 
 
 def _common_entry(value: Value) -> Value:
