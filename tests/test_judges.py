@@ -26,7 +26,7 @@ from kvaudit.audit.judges.rubric import HARM, REFUSAL, RubricEndpoint, parse_har
 from kvaudit.core.endpoint import Unanswered, _retry_after, over_http
 from kvaudit.core.errors import DataError, RunError, SpecError, UnknownName
 from kvaudit.core.judge_answers import Judgement, Question
-from kvaudit.core.plugins import parse_plugin, sha256_of
+from kvaudit.core.plugins import Registry, parse_plugin, sha256_of
 
 __all__ = ["labels"]  # a fixture
 Check = Callable[[Judge], None]
@@ -119,13 +119,31 @@ def test_a_judge_is_parsed_from_its_options() -> None:
     assert judge == RubricEndpoint(base_url="http://127.0.0.1:1/v1", model="m", tries=2, timeout=1.5)
 
 
+@dataclass(frozen=True)
+class Strict(Judge):
+    strict: bool = True
+
+
+class OneJudge(Registry[Judge]):
+    def get(self, name: str) -> type[Judge]:
+        return Strict
+
+
+@pytest.mark.parametrize(("value", "expected"), [("true", True), ("false", False)])
+def test_an_option_that_is_true_or_false_is_read_as_such(value: str, expected: bool) -> None:
+    judges = OneJudge("judge", "", Judge)
+    assert parse_plugin(judges, f"strict:strict={value}") == Strict(expected)
+    with pytest.raises(SpecError, match="strict is 'no', wanted true or false"):
+        parse_plugin(judges, "strict:strict=no")
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [
         ("phrase", "Did you mean 'phrases'?"),
         ("rubric-endpoint:model=m", "needs base_url"),
         ("phrases:model=m", "unknown option of judge phrases 'model'"),
-        ("rubric-endpoint:base_url=http://h,model=m,tries=many", "tries is 'many', wanted a number"),
+        ("rubric-endpoint:base_url=http://h,model=m,tries=many", "tries is 'many', wanted a whole number"),
         ("rubric-endpoint:base_url=http://h,model=m,tries=0", "tries is 0, wanted from 1 to 20"),
         ("rubric-endpoint:base_url=file:///etc/passwd,model=m", "base_url wants http:// or https://"),
         ("rubric-endpoint:base_url=https://me:secret@h,model=m", "no password in it"),
