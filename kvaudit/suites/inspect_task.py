@@ -29,6 +29,7 @@ from kvaudit.core.errors import DataError, SpecError, did_you_mean
 from kvaudit.core.facets import FACETS, HARMFUL_FACETS, TRUNCATED_FACETS, readable_facets, unreadable_facets
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role, ToolCall
 from kvaudit.core.text import inline, install_command, is_text, one_line, reason, short_repr
+from kvaudit.core.tool_forms.text import format_calls
 from kvaudit.suites import task_family
 from kvaudit.suites.base import Split, Suite, graded
 from kvaudit.suites.task_family import PASS_THRESHOLD, TaskFamily, TaskRow, ungraded
@@ -295,7 +296,7 @@ def messages_of(messages: Sequence[Any]) -> tuple[Message, ...]:
         calls = message.tool_calls or () if message.role == "assistant" else ()
         called = tuple(ToolCall(call.function, dict(call.arguments), str(call.id)) for call in calls)
         result_of = str(message.tool_call_id or "") if message.role == "tool" else ""
-        written = [_plain(message.text), Message(Role.ASSISTANT, "", called).text]
+        written = [_plain(message.text), format_calls(called)]
         converted.append(Message(Role(message.role), "\n".join(filter(None, written)), called, result_of))
     return tuple(converted)
 

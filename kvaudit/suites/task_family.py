@@ -78,16 +78,6 @@ def load_quietly(
         logger.setLevel(level)
 
 
-def refuse_task(label: str, reasons: Mapping[str, bool], supported: str) -> None:
-    """Raise SpecError with the first of ``reasons`` that is true; do nothing if none is.
-
-    ``reasons`` maps what a task does or lacks to whether that is so; ``supported`` says which tasks are supported.
-    """
-    for reason, is_true in reasons.items():
-        if is_true:
-            raise SpecError(f"{label} {reason}; supported are {supported}")
-
-
 def merge_clusters(clusters: Sequence[str], questions: Sequence[Sequence[str]]) -> list[str]:
     """Return each row's cluster; rows with equal texts (but for case and blanks) get that of the first such row."""
     first, keys = dict[tuple[str, ...], str](), [tuple(map(normalise, texts)) for texts in questions]
@@ -156,7 +146,3 @@ class TaskFamily(Suite):
             Item(self.name, row.item_id, row.cluster_id, row.messages, context_tokens, placement, row.payload)
             for row in chosen
         ]
-
-    def until_stop(self, text: str) -> str:
-        """Return an answer up to its first stop string."""
-        return text[: min((at for stop in self.until if (at := text.find(stop)) >= 0), default=len(text))]

@@ -94,13 +94,13 @@ def form_of(template: str) -> ToolForm | None:
 def is_plain(arguments: Any) -> bool:
     """Return whether a call's arguments are an object that a record can store: JSON, finite numbers, no surrogates."""
     try:
-        return isinstance(arguments, dict) and _is_shallow(arguments, _DEEPEST) and is_text(_dump(arguments))
+        return (
+            isinstance(arguments, dict)
+            and _is_shallow(arguments, _DEEPEST)
+            and is_text(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+        )
     except (ValueError, TypeError, RecursionError):
         return False
-
-
-def _dump(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def _is_shallow(value: Any, levels: int) -> bool:
