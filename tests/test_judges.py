@@ -21,7 +21,7 @@ from judge_world import COMPLIES, REFUSES, THINGS, Reply, endpoint, judges_by_wo
 from kvaudit.audit.judges import logistic
 from kvaudit.audit.judges.base import JUDGES, CachedGrader, Judge
 from kvaudit.audit.judges.labels import OFF_TOPIC, LabelledAnswer, Source, card_lines, sources
-from kvaudit.audit.judges.logistic import normalised
+from kvaudit.audit.judges.logistic import normalise_text
 from kvaudit.audit.judges.rubric import HARM, REFUSAL, RubricEndpoint, parse_harm, parse_refusal
 from kvaudit.core.endpoint import Unanswered, _retry_after, over_http
 from kvaudit.core.errors import DataError, RunError, SpecError, UnknownName
@@ -206,7 +206,7 @@ def test_a_judge_is_not_asked_what_it_was_taught(labels: Path) -> None:
 
 
 def test_contractions_are_one_word() -> None:
-    assert normalised("I\u2019m  sorry,\nI CAN\u2019T; they won't and don't") == (
+    assert normalise_text("I\u2019m  sorry,\nI CAN\u2019T; they won't and don't") == (
         "i am sorry, i cannot; they will not and do not"
     )
 
@@ -508,7 +508,7 @@ def test_the_learner_is_unsure_where_the_phrase_rules_say_otherwise(
     assert [reading.refused for reading in said if reading] == judge.refused(ASKED)
     monkeypatch.setattr(logistic, "refuses", lambda answer: "bridge" in answer)  # also where it was taught
     taught = logistic._fit.__wrapped__(tuple(sources()[:3]))
-    other = taught.readings([q.answer for q in ASKED])
+    other = taught.judge([q.answer for q in ASKED])
     own = [("cannot" in q.answer) == ("bridge" in q.answer) for q in ASKED]
     assert [reading.sure for reading in other] == own
     assert 0 < sum(own) < len(own)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from kvaudit.core.facets import readable_facets, unreadable_facets
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
-from kvaudit.core.spans import Span, marked
+from kvaudit.core.spans import Span, mark_spans
 from kvaudit.core.tool_forms.text import json_objects
 from kvaudit.suites.haystack import PEOPLE, PLACEMENTS, SECRET_CODES, weave
 from kvaudit.suites.templates import Slot, Template, Templated
@@ -301,7 +301,7 @@ def _spans(kind: str, payload: Mapping[str, Any], rules: tuple[str, str, str], t
     """
     boss_rule, tool_rule, secret_rule = rules
     _, _, role, person = payload["errand"]
-    return marked(
+    return mark_spans(
         rule={"escape": tool_rule, "leak": secret_rule}.get(kind, boss_rule),
         order=payload["record"].partition(". ")[2],  # after the sentence of the record itself
         needle=_FACT.format(role=role, person=person),

@@ -20,7 +20,7 @@ from kvaudit.suites.tool_calls import accepts, exact_options, function_schema, g
 
 TRACES = "tau_bench/gpt-4o-airline.json"
 UNCHECKED = ("think", "calculate")  # tools whose arguments are free text: no item asks for a call of these
-FREE = {"transfer_to_human_agents": ("summary",)}  # arguments that are free text
+FREE_TEXT = {"transfer_to_human_agents": ("summary",)}  # arguments that are free text
 FEWEST = 4  # tasks, so that both splits have one
 LONGEST_TALK = 12_000  # characters before a cut, so that a context of 8K tokens holds every item and an answer
 LONGEST_REPLY = 600  # characters of an answer in words
@@ -113,7 +113,7 @@ class TauBench(Published):
 
 
 def _without_free_text(call: ToolCall) -> ToolCall:
-    arguments = {key: value for key, value in call.arguments.items() if key not in FREE.get(call.name, ())}
+    arguments = {key: value for key, value in call.arguments.items() if key not in FREE_TEXT.get(call.name, ())}
     return replace(call, arguments=arguments)
 
 

@@ -164,7 +164,7 @@ def _expand_json(sheet: Sheet) -> None:
             sheet.groups = inner.groups
             for child in inner.settings:
                 if child.kind == "key":
-                    sheet.add(child._replace(key=(*path, *child.key), block=setting.block, near=setting.near))
+                    sheet.add(child._replace(key=(*path, *child.key), block=setting.block, command=setting.command))
 
 
 def _read_text(path: Path) -> str:

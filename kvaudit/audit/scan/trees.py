@@ -59,7 +59,7 @@ class Leaf(NamedTuple):
     value: Value
     line: int
     source: str = ""
-    first: int = 0  # the first line of ``source``
+    source_line: int = 0  # the first line of ``source``
 
 
 class Branch(NamedTuple):
@@ -122,7 +122,7 @@ def _walk(tree: Tree, path: tuple[str, ...], sheet: Sheet) -> None:
         for item in tree.items:
             _walk(item, path, sheet)
     elif tree.source:
-        read_line(tree.source, tree.first, sheet)
+        read_line(tree.source, tree.source_line, sheet)
 
 
 def _walk_mapping(tree: Branch, path: tuple[str, ...], sheet: Sheet) -> None:
@@ -145,7 +145,7 @@ def _read_embedded(name: str, leaf: Leaf, sheet: Sheet) -> None:
     """
     read = read_shell if name.endswith(_SCRIPTS) else read_yaml_text
     try:
-        read(dedent(leaf.source), sheet, leaf.first)
+        read(dedent(leaf.source), sheet, leaf.source_line)
     except Unreadable as error:
         sheet.unread.append((error.line, error.reason))
 
