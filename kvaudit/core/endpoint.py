@@ -1,4 +1,4 @@
-"""A client, with retries, of OpenAI-compatible servers (``chat/completions``) and of other paths of a server.
+"""A client with retries for OpenAI-compatible servers: ``chat/completions``, and GET or POST at other paths.
 
 The key is read from an environment variable and sent in one header. It is never written to a file, printed, or sent to
 another host, and it is removed from replies that repeat it. Replies are untrusted: they may be late, endless or no
@@ -131,7 +131,7 @@ class Endpoint:
 
 
 class FirstModel:
-    """The model that a server named in its first answer; a gateway may answer by another one later.
+    """The model that a server named in its first answer; a gateway may later answer with another model.
 
     ``name`` is that model, if it is known already. Safe to use from several threads.
     """
@@ -145,7 +145,7 @@ class FirstModel:
         return self._first.get("name", "")
 
     def fault(self, name: str) -> str:
-        """Return why an answer of the model ``name`` cannot be kept; empty for the first one and for its model."""
+        """Return why an answer by the model ``name`` cannot be used; empty if it is the first answer or model."""
         first = self._first.setdefault("name", name) if name else self.name
         if name == first:
             return ""

@@ -29,7 +29,6 @@ class Removed:
 
 
 REMOVED = (
-    Removed("Inspect plays its tasks itself: kvaudit.suites.inspect_task", imports=("suites.inspect_plan",)),
     Removed("in a clone of the repository: python -m bench.calibration", commands=("calibrate",)),
     Removed("in a clone of the repository: python -m bench.pretraining", commands=("pretrain",)),
     Removed(
@@ -54,21 +53,9 @@ REMOVED = (
         imports=("audit.again.displace", "audit.again.teacher_forcing", "reports.analysis.displacement"),
     ),
     Removed(
-        "the verdict is the declared analysis alone; kvaudit plan RUN says what a next run would need",
-        imports=("reports.analysis.sensitivity", "reports.sections.methods", "reports.sections.reach"),
-    ),
-    Removed(
-        "kvaudit view RUN shows every answer that was lost, by template",
-        imports=("reports.sections.concentration",),
-    ),
-    Removed(
         "kvaudit run asks these suites of any model, engine or endpoint, and kvaudit compare reads lm-eval's logs",
         commands=("tasks", "harness tasks"),
         imports=("audit.serving.harness.tasks",),
-    ),
-    Removed(
-        "the bar of a run counts answers and estimates the rest by their speed (audit.runs.progress)",
-        imports=("audit.runs.forecast",),
     ),
     Removed(
         "ask RULER's tasks through lm-eval (examples/ruler)",

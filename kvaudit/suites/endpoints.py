@@ -150,9 +150,6 @@ class _Pooled(_EvaluationOnly, requests.Requests):
             rows = tuple(row for row in rows if requests.SEPARATOR not in row.request)
         return [[partial(self._row, row)] for row in mix_sources(rows, f"{name}-{seed}")]
 
-    def origins(self) -> Sequence[requests.Origin]:
-        raise AssertionError("a pool has no origins")
-
     def _row(self, row: _Row) -> Item:
         payload = {"form": row.form, "request": row.request}
         return self.row_item(f"{row.source}-{row.name}", row.form, [Message(Role.USER, row.request)], payload)

@@ -431,7 +431,8 @@ def _of_package(name: InspectName) -> InspectTask:
     if not slash or package not in installed:
         hint = f" No package {package!r} with tasks is installed." if slash else ""
         raise SpecError(f"unknown {name.label}.{hint} Name PACKAGE/TASK of an installed package, or FILE.py@TASK")
-    installed[package].load()  # shows why, where the package cannot be imported
+    entry = installed[package]
+    entry.load()  # shows why, where the package cannot be imported
     try:
         task = registry_create("task", name.task, **dict(name.arguments))
     except LookupError:
@@ -441,14 +442,7 @@ def _of_package(name: InspectName) -> InspectTask:
         ) from None
     except TypeError as error:  # an argument that the task does not take
         raise SpecError(f"{name.label}: {one_line(error)}; kvaudit's own options are {', '.join(_OPTIONS)}") from error
-    return InspectTask(name, task, os.getcwd(), f"{package} {_version(package)}")
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return InspectTask(name, task, os.getcwd(), f"{package} {entry.dist.version if entry.dist else ''}")
 
 
 def _of_file(name: InspectName, file: Path, task: str) -> InspectTask:
