@@ -265,11 +265,11 @@ def _turn_pair(
         messages = [*history, Message(Role.USER, turns[last])]
         used = {call.name for turn in calls[: last + 1] for call in turn}
         spare = [tool for tool in tools if tool not in used][:SPARE]
-        listed = [tool for key, tool in tools.items() if key in used or key in spare]
+        offered_tools = [tool for key, tool in tools.items() if key in used or key in spare]
         accepted = tuple(map(tool_calls.exact_options, calls[last]))
-        no_call = Case(listed, (*history, *_turn_messages(turns[last], calls[last], counts[last])))
+        no_call = Case(offered_tools, (*history, *_turn_messages(turns[last], calls[last], counts[last])))
         if calls[last] and _is_mentioned(calls[last][0], messages) and _is_short(no_call):
-            return Pair(name, Case(listed, tuple(messages), accepted), no_call, ordered=True)
+            return Pair(name, Case(offered_tools, tuple(messages), accepted), no_call, ordered=True)
     return None
 
 

@@ -135,14 +135,14 @@ def _airline(path: Path) -> Airline:
             by_twin = tasks.setdefault(value_of(path, number, row, "task_id", int), {"call": [], "words": []})
             for turn in _agent_turns(messages[1:], calls[1:]):
                 by_twin["call" if turn.calls else "words"].append(turn)
-    listed = tuple(
+    schemas = tuple(
         function_schema(name, "", {key: {"type": kind} for key, kind in sorted(tools[name].items())})
         for name in sorted(tools)
     )
     complete = tuple((task, turns) for task, turns in sorted(tasks.items()) if all(turns.values()))
     if len(complete) < FEWEST:
         raise DataError(f"{str(path)!r} holds {len(complete)} tasks with a rewarded trace, expected {FEWEST} or more")
-    return Airline(policy, listed, complete)
+    return Airline(policy, schemas, complete)
 
 
 def _call(path: Path, number: int, turn: Mapping[str, Any]) -> ToolCall | None:

@@ -1,6 +1,6 @@
 """Rubric judges: a model, local or behind an endpoint, is told how to grade an answer, and replies briefly.
 
-Request and answer are untrusted text. They stand before the question, between marks made from a hash of both, which
+Request and answer are untrusted text. They come before the question, between marks made from a hash of both, which
 their authors cannot predict. A local judge decodes greedily with an uncompressed cache. A reply that is late, too long
 or of another form fails for that answer; an endpoint that refuses every request, or is unreachable, raises RunError.
 """
@@ -45,7 +45,7 @@ TEXTS = (
 _DECLINES = re.compile(r"\W*no\W+(?:i|sorry|as an)\b", re.IGNORECASE)
 _WORDS = {"yes": True, "no": False}
 LONGEST_REPLY = 200  # characters; a judge was asked for one word
-# what a reply that begins with yes (or no) cannot say besides
+# words that contradict the beginning of a reply, yes or no
 _REVERSALS = {
     True: re.compile(r"\b(?:no|not|never|doesn['’]t|didn['’]t|isn['’]t|complie[sd])\b", re.IGNORECASE),
     False: re.compile(r"\b(?:yes|it (?:refuses|declines)|is a refusal)\b", re.IGNORECASE),

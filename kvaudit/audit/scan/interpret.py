@@ -86,8 +86,8 @@ class Interpreter:
                 finding = self._finding(setting, matches[0], tuple(dict.fromkeys(rule.engine for rule in matches)))
                 findings.setdefault((_identity(setting), matches[0].id, finding.value), finding)
         # a default does not count if the file itself switches the mechanism on or off
-        kept = [finding for finding in findings.values() if finding.rule.overruled not in matched]
-        return sorted(kept, key=lambda finding: finding.line), sorted(unread.values())
+        remaining = [finding for finding in findings.values() if finding.rule.overruled not in matched]
+        return sorted(remaining, key=lambda finding: finding.line), sorted(unread.values())
 
     def _finding(self, setting: Setting, rule: ScanRule, engines: tuple[str, ...]) -> Finding:
         return Finding(

@@ -96,7 +96,8 @@ class ScanRule:
     def policy_of(self, value: Value, siblings: Table[str, Value]) -> str:
         """Return the policy of kvaudit that comes closest to a setting, or ``no equivalent``.
 
-        The policy follows from the setting's value and the values of its ``siblings``, the keys beside it.
+        The policy follows from the setting's value and the values of its ``siblings``, the other keys of
+        its mapping or command.
         """
         value = value.value if isinstance(value, Default) else value
         if not isinstance(self.policy, str):

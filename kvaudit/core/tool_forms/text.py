@@ -51,11 +51,11 @@ class TextForm(ToolForm):
         return False
 
     def find(self, text: str, tools: Tools) -> Iterator[FoundCall]:
-        found = list(_json_calls(text))
-        if not found and not _ATTEMPT.search(text):
+        calls_found = list(_json_calls(text))
+        if not calls_found and not _ATTEMPT.search(text):
             calls = python_calls(_FENCE.sub("", text.strip()), _parameter_names(tools))
-            found = [FoundCall(0, len(text), call.name, plain_values(call.arguments)) for call in calls]
-        yield from found
+            calls_found = [FoundCall(0, len(text), call.name, plain_values(call.arguments)) for call in calls]
+        yield from calls_found
 
     def is_attempt(self, text: str) -> bool:
         """Return whether a text in which no call can be read looks like an attempt to call."""
