@@ -7,6 +7,7 @@ import logging
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
@@ -31,25 +32,28 @@ class TaskTimeout(BaseException):
 
 @contextmanager
 def time_limit(seconds: float = GRADING_SECONDS) -> Iterator[None]:
-    """Raise TaskTimeout inside the context after ``seconds``; limits may be nested.
+    """Raise TaskTimeout inside the context after ``seconds``.
 
-    Works only in the main thread, where tasks are loaded and answers graded.
+    Limits may be nested; the one that ends first raises. Works only in the main thread, where tasks are loaded and
+    answers graded.
     """
-    if threading.current_thread() is not threading.main_thread():
+    left = signal.getitimer(signal.ITIMER_REAL)[0]  # of the limit around this one; 0 without one
+    if threading.current_thread() is not threading.main_thread() or 0 < left <= seconds:
         yield
         return
 
     def stop(*_: object) -> None:
         raise TaskTimeout(f"it took over {seconds:g} s")
 
-    handler = signal.signal(signal.SIGALRM, stop)
-    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)  # of the limit around this one
+    handler, start = signal.signal(signal.SIGALRM, stop), time.monotonic()
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, left)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(0.001, left - (time.monotonic() - start)))
 
 
 @contextmanager
