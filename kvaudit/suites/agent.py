@@ -178,7 +178,7 @@ def _facets(item: Item, fault: str, eligible: Sequence[str], completions: Sequen
 def _fault(payload: Mapping[str, Any], completions: Sequence[str]) -> str:
     """Return in words what is wrong with an episode's answers; "" if nothing is.
 
-    Wrong is an answer that tells the secret, and a last call that is not the right one.
+    The answers are wrong if one of them tells the secret, or if the last call is not the right one.
     """
     if not completions or not completions[-1].strip():
         return "empty"

@@ -58,9 +58,9 @@ class TauBench(Published):
 
     The answer must be of the same kind. Nothing is executed: all messages before the turn are given. Any call that the
     agent made before it next wrote to the user is right, since the order of look-ups is free; another way to the same
-    goal counts as wrong. Added are the schemas of the tools, from their use in the traces. ``cluster_id`` is the task:
-    34 tasks have a rewarded trace with both kinds of turn, 26 of them for evaluation. These can show that a drop is
-    below 11 points, not below 5.
+    goal counts as wrong. kvaudit adds the schemas of the tools, as the traces use them. ``cluster_id`` is the task: 34
+    tasks have a rewarded trace with both kinds of turn, 26 of them for evaluation. These can show that a drop is below
+    11 points, not below 5.
     """
 
     name = "tau_bench"

@@ -185,7 +185,7 @@ def _read_text(path: Path) -> str:
 
 
 def _guess_dialect(text: str) -> str:
-    """Guess the format of a text whose file name does not tell it; raises Unreadable if no known format fits."""
+    """Guess the format of a text whose file name does not show it; raises Unreadable if no known format fits."""
     if _SHEBANG.match(text):
         return "shell"
     if _NOTEBOOK.match(text):
