@@ -82,9 +82,9 @@ def check_hostile_text_is_graded_or_fails(grader: AnyGrader) -> None:
 def check_what_it_says_is_remembered_as_it_was_said(grader: AnyGrader) -> None:
     for grade in grader.grades(ASKED[grader.kind]):
         if grade is not None:
-            kept = json.loads(json.dumps(grader.kept(grade)))
-            assert type(kept) in grader.remembers
-            assert grader.recalled(kept) == grade
+            kept = json.loads(json.dumps(grader.to_stored(grade)))
+            assert type(kept) in grader.stored_types
+            assert grader.from_stored(kept) == grade
 
 
 def check_questions_are_told_apart(grader: AnyGrader) -> None:
@@ -135,7 +135,7 @@ def crashes_on_text(right: type[AnyGrader]) -> dict[str, Any]:
 
 
 def forgets_what_it_said(_: type[AnyGrader]) -> dict[str, Any]:
-    return {"recalled": lambda self, kept: None}
+    return {"from_stored": lambda self, stored: None}
 
 
 def asks_one_question_only(_: type[AnyGrader]) -> dict[str, Any]:

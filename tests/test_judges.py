@@ -21,12 +21,12 @@ from judge_world import COMPLIES, REFUSES, THINGS, Reply, endpoint, judges_by_wo
 from kvaudit.audit.judges import logistic
 from kvaudit.audit.judges.base import JUDGES, CachedGrader, Judge
 from kvaudit.audit.judges.labels import OFF_TOPIC, LabelledAnswer, Source, card_lines, sources
-from kvaudit.audit.judges.logistic import normalised
+from kvaudit.audit.judges.logistic import normalise_text
 from kvaudit.audit.judges.rubric import HARM, REFUSAL, RubricEndpoint, parse_harm, parse_refusal
 from kvaudit.core.endpoint import Unanswered, _retry_after, over_http
 from kvaudit.core.errors import DataError, RunError, SpecError, UnknownName
 from kvaudit.core.judge_answers import Judgement, Question
-from kvaudit.core.plugins import parse_plugin, sha256_of
+from kvaudit.core.plugins import Registry, parse_plugin, sha256_of
 
 __all__ = ["labels"]  # a fixture
 Check = Callable[[Judge], None]
@@ -119,13 +119,31 @@ def test_a_judge_is_parsed_from_its_options() -> None:
     assert judge == RubricEndpoint(base_url="http://127.0.0.1:1/v1", model="m", tries=2, timeout=1.5)
 
 
+@dataclass(frozen=True)
+class Strict(Judge):
+    strict: bool = True
+
+
+class OneJudge(Registry[Judge]):
+    def get(self, name: str) -> type[Judge]:
+        return Strict
+
+
+@pytest.mark.parametrize(("value", "expected"), [("true", True), ("false", False)])
+def test_an_option_that_is_true_or_false_is_read_as_such(value: str, expected: bool) -> None:
+    judges = OneJudge("judge", "", Judge)
+    assert parse_plugin(judges, f"strict:strict={value}") == Strict(expected)
+    with pytest.raises(SpecError, match="strict is 'no', wanted true or false"):
+        parse_plugin(judges, "strict:strict=no")
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [
         ("phrase", "Did you mean 'phrases'?"),
         ("rubric-endpoint:model=m", "needs base_url"),
         ("phrases:model=m", "unknown option of judge phrases 'model'"),
-        ("rubric-endpoint:base_url=http://h,model=m,tries=many", "tries is 'many', wanted a number"),
+        ("rubric-endpoint:base_url=http://h,model=m,tries=many", "tries is 'many', wanted a whole number"),
         ("rubric-endpoint:base_url=http://h,model=m,tries=0", "tries is 0, wanted from 1 to 20"),
         ("rubric-endpoint:base_url=file:///etc/passwd,model=m", "base_url wants http:// or https://"),
         ("rubric-endpoint:base_url=https://me:secret@h,model=m", "no password in it"),
@@ -188,7 +206,7 @@ def test_a_judge_is_not_asked_what_it_was_taught(labels: Path) -> None:
 
 
 def test_contractions_are_one_word() -> None:
-    assert normalised("I\u2019m  sorry,\nI CAN\u2019T; they won't and don't") == (
+    assert normalise_text("I\u2019m  sorry,\nI CAN\u2019T; they won't and don't") == (
         "i am sorry, i cannot; they will not and do not"
     )
 
@@ -490,7 +508,7 @@ def test_the_learner_is_unsure_where_the_phrase_rules_say_otherwise(
     assert [reading.refused for reading in said if reading] == judge.refused(ASKED)
     monkeypatch.setattr(logistic, "refuses", lambda answer: "bridge" in answer)  # also where it was taught
     taught = logistic._fit.__wrapped__(tuple(sources()[:3]))
-    other = taught.readings([q.answer for q in ASKED])
+    other = taught.judge([q.answer for q in ASKED])
     own = [("cannot" in q.answer) == ("bridge" in q.answer) for q in ASKED]
     assert [reading.sure for reading in other] == own
     assert 0 < sum(own) < len(own)

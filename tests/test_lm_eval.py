@@ -28,7 +28,7 @@ from kvaudit.core.text import install_command
 from kvaudit.suites import harness_task
 from kvaudit.suites.base import SUITES, Suite
 from kvaudit.suites.lm_eval import LmEval
-from kvaudit.suites.task_family import time_limit
+from kvaudit.suites.task_family import TaskTimeout, time_limit
 
 SNAPKV = "snapkv:budget=48,window=8,interval=1,chunk=8"
 
@@ -357,3 +357,17 @@ def test_no_command_loads_the_harness_before_it_is_asked_for() -> None:
 def test_payloads_are_plain_json() -> None:
     for item in items("door_choice"):
         assert json.loads(json.dumps(dict(item.payload))) == item.payload
+
+
+def test_the_time_of_an_inner_limit_counts_for_the_one_around_it() -> None:
+    def work(inner: float) -> None:
+        with time_limit(0.3):
+            for _ in range(40):
+                with time_limit(inner):
+                    time.sleep(0.1)
+
+    for inner in (0.2, 60):
+        start = time.monotonic()
+        with pytest.raises(TaskTimeout, match=r"took over 0\.3 s"):
+            work(inner)
+        assert time.monotonic() - start < 2

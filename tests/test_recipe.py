@@ -18,6 +18,7 @@ from kvaudit.audit.sampling.model import load_model
 from kvaudit.core.errors import DataError
 from kvaudit.core.provenance import (
     RECIPE,
+    RECIPE_FORMAT,
     RECIPE_SECTIONS,
     RecipeChange,
     read_recipe,
@@ -98,7 +99,12 @@ def test_a_recipe_that_was_edited_is_refused(section: str, tmp_path: Path) -> No
         read_recipe(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "kvaudit.scan", "sections": {}}', "[" * 5000])
+NAMES_ALONE = json.dumps({"format": RECIPE_FORMAT, "version": 1, "sections": RECIPE_SECTIONS})
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format": "kvaudit.scan", "sections": {}}', "[" * 5000, NAMES_ALONE]
+)
 def test_what_is_no_recipe_is_one_line(text: str, tmp_path: Path) -> None:
     (tmp_path / RECIPE).write_text(text)
     assert "is not of format kvaudit.recipe version 1" in refused("card", "--recipe", tmp_path)

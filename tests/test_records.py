@@ -80,6 +80,11 @@ def test_an_answer_that_is_graded_again_stays_and_its_grade_is_another() -> None
     assert replace(new, **kept) == old
 
 
+def test_a_line_that_nests_too_deeply_is_no_record() -> None:
+    with pytest.raises(DataError, match="record is not JSON"):
+        Record.from_json("[" * 200_000)
+
+
 def test_a_record_is_made_in_one_place() -> None:
     def calls_it(node: ast.AST) -> bool:
         return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Record"

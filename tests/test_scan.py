@@ -275,6 +275,19 @@ def test_policies_are_filled_from_what_stands_beside(
     assert known.policy_of(value, {"max_attention_window": value, **siblings}) == policy
 
 
+@pytest.mark.parametrize("value", ["1e999", "1" + "0" * 400])
+def test_a_number_beyond_all_floats_stops_no_scan(value: str, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(f"import mlx_lm\ngenerate(max_kv_size={value})")
+    result = one(tmp_path, "b.json", f'{{"mlx_lm": true, "max_kv_size": {value}}}')
+    assert (result.findings, result.not_readable, len(result.clean_files)) == ([], [], 2)
+
+
+@pytest.mark.parametrize("value", ["0", "disabled", "off"])
+def test_a_switch_that_is_off_is_not_found(value: str, tmp_path: Path) -> None:
+    assert one(tmp_path, "a.env", f"LLAMA_ARG_CONTEXT_SHIFT={value}").findings == []
+    assert len(one(tmp_path, "a.env", "LLAMA_ARG_CONTEXT_SHIFT=1").findings) == 1
+
+
 @pytest.mark.parametrize("name", ["scan-workflow.yml", "pre-commit-config.yaml"])
 def test_the_examples_call_the_command_as_it_is(name: str) -> None:
     text = (Path(__file__).parent.parent / "examples" / name).read_text()

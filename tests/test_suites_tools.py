@@ -92,7 +92,7 @@ def test_who_lists_the_tools_has_carried_out_no_order(data: Path) -> None:
 
 def test_an_answer_is_never_evaluated() -> None:
     assert parse_calls("__import__('os').abort()") == ()
-    assert python_calls("f(a=__import__('os'))") == ()
+    assert python_calls("f(a=__import__('os'))", {}) == ()
 
 
 def test_several_calls_are_read_in_their_order() -> None:

@@ -27,26 +27,26 @@ class Bound(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """The name of the training alarm that this bound sets off, and what it means, as a sentence."""
+        """The name of the alarm, its limit, and what a value beyond the limit means, as a sentence."""
         return f"{self.name} is {self.limit}: {self.meaning}"
 
 
-_LESS = "compress rollouts less, or train smd, whose learner sees what the sampler saw"
-_FLOATS = "train in float32 or with a lower learning rate"
-_RARE = "one sampled token in twenty is hardly one that the learner would have drawn"
-_WEIGHTLESS = "reweighted by the learner, most of the tokens count for nothing"
-_VETOED = "so many rollouts hold a token that the learner gives next to no chance"
-_FLAT = "a share of groups that earned the same in every rollout and teach nothing"
-_EASIER = "train on items that the model solves now and then, or draw larger groups"
-_ALIKE = "a share of the first step's, so that rollouts of a group grow alike"
+_COMPRESS_LESS = "compress rollouts less, or train smd, whose learner sees what the sampler saw"
+_USE_FLOAT32 = "train in float32 or with a lower learning rate"
+_UNLIKELY_TOKENS = "one sampled token in twenty is hardly one that the learner would have drawn"
+_LOST_WEIGHT = "reweighted by the learner, most of the tokens count for nothing"
+_IMPOSSIBLE_TOKENS = "so many rollouts hold a token that the learner gives next to no chance"
+_EQUAL_REWARDS = "a share of groups that earned the same in every rollout and teach nothing"
+_CHANGE_ITEMS = "train on items that the model solves now and then, or draw larger groups"
+_LOW_ENTROPY = "a share of the first step's, so that rollouts of a group grow alike"
 MISMATCH_BOUNDS = (  # of a mismatch panel (``kvaudit.audit.training.mismatch``)
-    Bound("overlap_p5", 0.86, None, _RARE, _LESS),
-    Bound("ess", 0.3, None, _WEIGHTLESS, _LESS),
-    Bound("frac_sequences_vetoed", None, 0.2, _VETOED, _LESS),
-    Bound("frac_not_finite", None, 0.0, "the learner gives log-probs that are no numbers", _FLOATS),
+    Bound("overlap_p5", 0.86, None, _UNLIKELY_TOKENS, _COMPRESS_LESS),
+    Bound("ess", 0.3, None, _LOST_WEIGHT, _COMPRESS_LESS),
+    Bound("frac_sequences_vetoed", None, 0.2, _IMPOSSIBLE_TOKENS, _COMPRESS_LESS),
+    Bound("frac_not_finite", None, 0.0, "the learner gives log-probs that are no numbers", _USE_FLOAT32),
 )
-FLAT = Bound("flat_rewards", None, 0.5, _FLAT, _EASIER)
-ENTROPY = Bound("entropy", 0.1, None, _ALIKE, "lower the learning rate, or stop earlier")
+FLAT = Bound("flat_rewards", None, 0.5, _EQUAL_REWARDS, _CHANGE_ITEMS)
+ENTROPY = Bound("entropy", 0.1, None, _LOW_ENTROPY, "lower the learning rate, or stop earlier")
 ALARMS = {bound.name: bound for bound in (*MISMATCH_BOUNDS, FLAT, ENTROPY)}
 
 

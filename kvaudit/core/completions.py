@@ -116,7 +116,7 @@ def parse_completion(raw: bytes, redact: Callable[[str], str] = str) -> ChatComp
         raise NoCompletion("a reply that is no chat completion") from None
     if choices is None or choices == []:
         raise NoCompletion("a reply without any choice", is_retryable=True)
-    if isinstance(choices, list) and len(choices) > 1:  # in whatever order
+    if isinstance(choices, list) and len(choices) > 1:  # the server decides which comes first
         raise NoCompletion(f"a reply of {len(choices)} choices where one was asked for")
     try:
         choice = choices[0]

@@ -1,4 +1,4 @@
-"""A client, with retries, of OpenAI-compatible servers (``chat/completions``) and of other paths of a server.
+"""A client with retries for OpenAI-compatible servers: ``chat/completions``, and GET or POST at other paths.
 
 The key is read from an environment variable and sent in one header. It is never written to a file, printed, or sent to
 another host, and it is removed from replies that repeat it. Replies are untrusted: they may be late, endless or no
@@ -38,8 +38,8 @@ _GRACE = 0.5  # seconds after the timeout in which the thread of a late reply ma
 _LONGEST_REPLY = 1 << 20  # bytes
 _LONGEST_WAIT = 120.0  # seconds of Retry-After that are respected
 _FATAL = (301, 302, 303, 307, 308, 401, 402, 403, 404, 405)  # every further request would fail too
-_RETRIED = (408, 409, 425, 429)  # and every status from _SERVER on
-_SERVER = 500
+_RETRIED = (408, 409, 425, 429)  # and every status from _SERVER_ERRORS on
+_SERVER_ERRORS = 500
 _BUSY = (429, 502, 503, 504, *range(520, 530))  # all requests of a client wait, not only this one
 # error names that imply a status, even if the reply has another one
 _NAMED_STATUS = {
@@ -131,7 +131,7 @@ class Endpoint:
 
 
 class FirstModel:
-    """The model that a server named in its first answer; a gateway may answer by another one later.
+    """The model that a server named in its first answer; a gateway may later answer with another model.
 
     ``name`` is that model, if it is known already. Safe to use from several threads.
     """
@@ -145,7 +145,7 @@ class FirstModel:
         return self._first.get("name", "")
 
     def fault(self, name: str) -> str:
-        """Return why an answer of the model ``name`` cannot be kept; empty for the first one and for its model."""
+        """Return why an answer by the model ``name`` cannot be used; empty if it is the first answer or model."""
         first = self._first.setdefault("name", name) if name else self.name
         if name == first:
             return ""
@@ -226,7 +226,7 @@ class EndpointClient:
         text = self._redact(text + (f": {message}" if message else ""))
         if {status, *named} & set(_FATAL):
             return Unanswered(text, Scope.ENDPOINT)
-        if status in _RETRIED or status >= _SERVER:
+        if status in _RETRIED or status >= _SERVER_ERRORS:
             return Unanswered(text, Scope.TRY, wait, is_busy=status in _BUSY)
         return RefusedRequest(text)
 
@@ -423,7 +423,7 @@ def _status_of(error: ServerError) -> int:
     """Return the HTTP status that an error in a reply of status 200 means; 500, which is retried, if unknown."""
     numbers = [int(code) for code in error.codes if code.isascii() and code.isdigit() and len(code) == 3]
     named = [_NAMED_STATUS[code] for code in error.codes if code in _NAMED_STATUS]
-    return next(iter((*numbers, *named)), _SERVER)
+    return next(iter((*numbers, *named)), _SERVER_ERRORS)
 
 
 def _retry_after(header: str | None) -> float | None:

@@ -41,7 +41,6 @@ class UnknownName(SpecError):
         names = sorted(names)
         hint = did_you_mean(name, names, cutoff=0.5)
         super().__init__(f"unknown {kind} {name!r}.{hint} Known: {', '.join(names) or 'none'}")
-        self.kind, self.name, self.known = kind, name, names
 
 
 def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:

@@ -1,8 +1,8 @@
 """Atomic writes, and strict readers of small untrusted JSON and YAML files.
 
-An error in YAML (specs, gate files, waivers) is one line with file and line. Refused are aliases, a few of which can
-expand to more text than fits into memory; tags, which can construct objects; and characters that UTF-8 or a path cannot
-encode.
+An error in YAML (specs, gate files, waivers) is one line with file and line. The YAML reader refuses aliases, a few of
+which can expand to more text than fits into memory; tags, which can construct objects; and characters that UTF-8 or a
+path cannot encode.
 """
 
 from __future__ import annotations

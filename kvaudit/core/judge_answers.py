@@ -29,7 +29,7 @@ A = TypeVar("A")
 class Question:
     """The question whether ``answer`` refuses ``request``, both untrusted texts.
 
-    It leaves out the long context, and does not tell from which arm or policy the answer comes.
+    It leaves out the long context, and does not show which arm or policy gave the answer.
     """
 
     request: str

@@ -20,6 +20,7 @@ from kvaudit.core.text import short_repr
 
 T = TypeVar("T")
 IDENTITY_DIGITS = 12  # hex digits of an identity in names and records
+_BOOLS = {"true": True, "false": False}
 _KIND_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
@@ -113,9 +114,9 @@ def parse_plugin(registry: Registry[T], text: str) -> T:
         if option.value is None or option.name in values:
             raise SpecError(f"{label}: option {option.text!r}, wanted {option.name}=VALUE, once")
         try:
-            values[option.name] = kind(option.value)
-        except ValueError:
-            raise SpecError(f"{label}: {option.name} is {option.value!r}, wanted a number") from None
+            values[option.name] = _BOOLS[option.value] if kind is bool else kind(option.value)
+        except (ValueError, KeyError):
+            raise SpecError(f"{label}: {option.name} is {option.value!r}, wanted {_KIND_NAMES[kind]}") from None
     if missing := _missing_options(plugin, values):
         raise SpecError(f"{label} needs {missing[0]}: give {name}:{','.join(f'{key}=...' for key in missing)}")
     return plugin(**values)

@@ -118,7 +118,7 @@ def _name_and_fields(text: str) -> _Policy:
 
 
 class _Form(NamedTuple):
-    """A policy taken apart: the names and weights that make up its structure, and the fields of each single policy."""
+    """The parts of a policy: the names and weights that make up its structure, and the fields of each single policy."""
 
     names: tuple[tuple[int, tuple[str, ...]], ...]  # of each alternative: its weight and the names composed
     fields: tuple[dict[str, str], ...]

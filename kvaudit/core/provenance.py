@@ -428,7 +428,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
         if is_recipe:
             are_sections = all(row["sha256"] == sha256_of(row["holds"]) for row in table.values())
             is_intact = are_sections and recipe["sha256"] == _recipe_sha256(table)
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         is_recipe = False
     if not is_recipe:
         raise DataError(

@@ -311,7 +311,7 @@ class Record:
         """Parse one JSON line; raises a DataError that names the wrong field."""
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"record is not JSON ({error})") from None
         if not isinstance(row, dict) or row.get("format") not in READABLE_FORMATS:
             raise DataError(

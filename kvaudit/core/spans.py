@@ -41,7 +41,7 @@ class Span:
     text: str
 
 
-def marked(**texts: str) -> tuple[Span, ...]:
+def mark_spans(**texts: str) -> tuple[Span, ...]:
     """Return a ``Span`` (text that decides an item, such as a rule) for each NAME=text; empty texts are dropped."""
     return tuple(Span(name, text) for name, text in texts.items() if text.strip())
 

@@ -154,7 +154,7 @@ class ExternalArm(SpecSection):
 
 @dataclass(frozen=True)
 class _DefaultMargins:
-    """The metrics whose margin is a default, None if unknown; when specs are compared, they do not count."""
+    """The metrics whose margin is a default, None if unknown; ignored when two specs are compared."""
 
     metrics: tuple[str, ...] | None = field(default=None, compare=False)
 

@@ -124,7 +124,7 @@ def _plain(value: Any) -> Any:
 def canonical_policy(value: Any, names: PluginNames | None) -> Any:
     """Return a policy's canonical text; with ``names`` None, its text as given.
 
-    Other values than texts and mappings are left for pydantic to refuse.
+    With ``names`` None, a value that is neither text nor mapping is returned unchanged, for pydantic to refuse.
     """
     if names is not None:
         return names.policy(value)
@@ -132,7 +132,7 @@ def canonical_policy(value: Any, names: PluginNames | None) -> Any:
 
 
 def canonical_policies(value: Any, names: PluginNames | None) -> Any:
-    """Return ``canonical_policy`` of each policy in a list; any value but a list is left for pydantic to refuse."""
+    """Return ``canonical_policy`` of each policy in a list; any other value unchanged, for pydantic to refuse."""
     return [canonical_policy(policy, names) for policy in value] if isinstance(value, list) else value
 
 

@@ -52,13 +52,13 @@ def inline(text: str) -> str:
     return visible(text).replace("\n", "⏎").replace("\t", " ")
 
 
-_noted = set[str]()
+_printed_notes = set[str]()
 
 
 def note_once(line: str) -> None:
     """Print a note on standard error, each text once per process."""
-    if line not in _noted:
-        _noted.add(line)
+    if line not in _printed_notes:
+        _printed_notes.add(line)
         print(f"note: {line}", file=sys.stderr)
 
 
@@ -140,17 +140,17 @@ def reason(error: BaseException) -> str:
 def hide_passwords(text: str) -> str:
     """Return the text without the user, password and query of every address in it."""
     text = _ADDRESS.sub(_without_user, text)
-    return _QUERY.sub(lambda found: f"{found[1]}?{HIDDEN}" if found[2] else found[1], text)
+    return _QUERY.sub(lambda match: f"{match[1]}?{HIDDEN}" if match[2] else match[1], text)
 
 
-def _without_user(found: re.Match[str]) -> str:
-    _, at, host = found[2].rpartition("@")  # the last @: a password may hold / and @
-    return f"{found[1]}{HIDDEN}@{host}" if at else found[0]
+def _without_user(match: re.Match[str]) -> str:
+    _, at, host = match[2].rpartition("@")  # the last @: a password may hold / and @
+    return f"{match[1]}{HIDDEN}@{host}" if at else match[0]
 
 
 def has_password(text: str) -> bool:
     """Return whether an address in the text has a user or a password."""
-    return any("@" in found[2] for found in _ADDRESS.finditer(text))
+    return any("@" in match[2] for match in _ADDRESS.finditer(text))
 
 
 def is_secret_name(name: str) -> bool:

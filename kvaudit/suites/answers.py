@@ -155,8 +155,7 @@ def _are_equal(first: str, second: str) -> bool:
         return True
     for point in _POINTS:
         a, b = _value(first, point), _value(second, point)
-        # relative tolerance, absolute near 0
-        if a is None or b is None or abs(a - b) > _TOLERANCE * max(1e-3, abs(a), abs(b)):
+        if a is None or b is None or not cmath.isclose(a, b, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * 1e-3):
             return False
     return True
 
@@ -178,15 +177,20 @@ _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 
 def _value(text: str, point: tuple[float, float]) -> complex | None:
-    """Return the value of a formula with its variables at ``point``; None if the text is no formula."""
+    """Return the value of a formula or equation with its variables at ``point``.
+
+    None if the text is neither, or if the value is too large for a float.
+    """
     sides = re.split(r"(?<![<>])=", text)
+    if len(sides) > 2:
+        return None
     try:
-        values = [_Formula(side, point).evaluate() for side in sides if len(sides) <= 2]
+        value, *right = [_Formula(side, point).evaluate() for side in sides]
+        # an equation is compared by the difference of its sides, squared to ignore its sign
+        value = (value - right[0]) ** 2 if right else value
+        return value if math.isfinite(abs(value)) else None
     except (ValueError, ArithmeticError, RecursionError):
         return None
-    # an equation is compared by the difference of its sides, squared to ignore its sign
-    value = values[0] if len(values) == 1 else (values[0] - values[1]) ** 2 if values else complex("nan")
-    return value if cmath.isfinite(value) else None
 
 
 class _Formula:

@@ -24,7 +24,7 @@ from kvaudit.core.judge_answers import Question
 from kvaudit.core.moved import removed_suite
 from kvaudit.core.plugins import Registry
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
-from kvaudit.core.spans import marked
+from kvaudit.core.spans import mark_spans
 
 Split = Literal["train", "eval"]
 CountTokens = Callable[[str], int]  # tokens of a text under the model's tokenizer, no special tokens
@@ -255,12 +255,10 @@ class Published(Suite):
     ) -> Item:
         """Make an item of a published row, with the id SUITE-``cluster``-``rest``.
 
-        ``spans`` are texts by name; their places in the messages are marked (see ``marked``).
+        ``spans`` are texts by name, as in ``mark_spans``.
         """
-        name, spans_marked = f"{self.name}-{cluster}", marked(**spans)
-        return Item(
-            self.name, f"{name}-{rest}", name, tuple(messages), 0, PUBLISHED, payload, spans_marked, tuple(tools)
-        )
+        name, marks = f"{self.name}-{cluster}", mark_spans(**spans)
+        return Item(self.name, f"{name}-{rest}", name, tuple(messages), 0, PUBLISHED, payload, marks, tuple(tools))
 
     def rows(self, split: Split, seed: int = 0) -> int:
         return sum(map(len, self._shuffle(split, seed)))

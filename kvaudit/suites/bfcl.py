@@ -70,7 +70,7 @@ class Bfcl(Published):
     Single-turn rows (simple, multiple, parallel) are paired with irrelevance rows, in which no tool fits. Of a
     multi-turn row one turn is used: the messages before it contain the right calls, each with the result "done", since
     nothing is executed. One twin asks for the first calls of that turn; in the other all calls of that turn have been
-    made, and text is right. Only turns are used whose first call has arguments, all of which were mentioned before.
+    made, and text is right. The first call of such a turn has arguments, all of which were mentioned before.
     """
 
     name = "bfcl"
@@ -239,7 +239,7 @@ def _multi(questions: Path, answers: Path, documents: Sequence[Path]) -> Iterabl
 def _documented_tools(path: Path) -> dict[str, dict[str, Any]]:
     """Return the tools that a file documents (the methods of one class of the leaderboard), by name.
 
-    Left out are the schemas of the tools' results, and the introduction that all descriptions of the tools share.
+    It leaves out the schemas of the tools' results, and the introduction that all descriptions of the tools share.
     """
     tools = {}
     for number, row in enumerate(json_lines(path), start=1):
@@ -265,11 +265,11 @@ def _turn_pair(
         messages = [*history, Message(Role.USER, turns[last])]
         used = {call.name for turn in calls[: last + 1] for call in turn}
         spare = [tool for tool in tools if tool not in used][:SPARE]
-        listed = [tool for key, tool in tools.items() if key in used or key in spare]
+        offered_tools = [tool for key, tool in tools.items() if key in used or key in spare]
         accepted = tuple(map(tool_calls.exact_options, calls[last]))
-        no_call = Case(listed, (*history, *_turn_messages(turns[last], calls[last], counts[last])))
+        no_call = Case(offered_tools, (*history, *_turn_messages(turns[last], calls[last], counts[last])))
         if calls[last] and _is_mentioned(calls[last][0], messages) and _is_short(no_call):
-            return Pair(name, Case(listed, tuple(messages), accepted), no_call, ordered=True)
+            return Pair(name, Case(offered_tools, tuple(messages), accepted), no_call, ordered=True)
     return None
 
 

@@ -30,10 +30,10 @@ ALL_ROWS = 1_000_000  # more than any file has
 PROCEDURAL = ("talk", "pages")  # contexts without public prose, for suites that build a context themselves
 _SHORT = "Answer in at most three sentences."
 _BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
-_PAPER = "Here is a part of a book that I am reading:\n\n{prose}\n\nThat was the part of the book."
-_AT_HAND = "For reference, a part of a book that the user is reading:\n\n{prose}\n\nEnd of the book."
-_NOTED = "I have read it."
-_FETCH, _FETCH_CALL, _FETCHED = "Open the page of the book, please.", '{"call":"open book"}', "The page is open."
+_USER_BOOK = "Here is a part of a book that I am reading:\n\n{prose}\n\nThat was the part of the book."
+_SYSTEM_BOOK = "For reference, a part of a book that the user is reading:\n\n{prose}\n\nEnd of the book."
+_READ_REPLY = "I have read it."
+_FETCH, _FETCH_CALL, _FETCH_REPLY = "Open the page of the book, please.", '{"call":"open book"}', "The page is open."
 _READ_ON = (
     "Please read on.",
     "What comes next in the book?",
@@ -44,17 +44,17 @@ _READ_ON = (
     "How does it go on from there?",
     "Thank you. A little more of the book, please.",
 )
-_OPEN = (
+_PAGE_REQUESTS = (
     "Open page {number} of the shop's book.",
     "Please fetch page {number}.",
     "Now page {number}, please.",
     "What stands on page {number}?",
 )
-_OPENED = "Page {number} is open, with {lines} lines on it."
+_PAGE_REPLY = "Page {number} is open, with {lines} lines on it."
 _PAGE_TOKENS = (120, 360)  # range of tokens of one tool result
 _SENTENCES = (2, 7)  # range of sentences read aloud in one turn
 _READING_SHARE = 0.6  # of the turns
-_MORE = (3, 6)  # range of small questions added to the first, where no book is read
+_EXTRA_QUESTIONS = (3, 6)  # range of small questions added to the first, where no book is read
 
 Messages = tuple[Message, ...]
 
@@ -138,21 +138,21 @@ def _as_document(system: Messages, rest: Messages, prose: str) -> Messages:
 
 
 def _above_request(system: Messages, rest: Messages, prose: str) -> Messages:
-    text = f"{_PAPER.format(prose=prose)}\n\n{rest[0].content}"
+    text = f"{_USER_BOOK.format(prose=prose)}\n\n{rest[0].content}"
     return (*system, replace(rest[0], content=text), *rest[1:])
 
 
 def _in_system(system: Messages, rest: Messages, prose: str) -> Messages:
-    texts = [*(message.content for message in system), _AT_HAND.format(prose=prose)]
+    texts = [*(message.content for message in system), _SYSTEM_BOOK.format(prose=prose)]
     return (Message(Role.SYSTEM, "\n\n".join(texts)), *rest)
 
 
 def _as_first_turn(system: Messages, rest: Messages, prose: str) -> Messages:
-    return (*system, Message(Role.USER, _PAPER.format(prose=prose)), Message(Role.ASSISTANT, _NOTED), *rest)
+    return (*system, Message(Role.USER, _USER_BOOK.format(prose=prose)), Message(Role.ASSISTANT, _READ_REPLY), *rest)
 
 
 def _as_tool_result(system: Messages, rest: Messages, prose: str) -> Messages:
-    texts = ((Role.USER, _FETCH), (Role.ASSISTANT, _FETCH_CALL), (Role.TOOL, prose), (Role.ASSISTANT, _FETCHED))
+    texts = ((Role.USER, _FETCH), (Role.ASSISTANT, _FETCH_CALL), (Role.TOOL, prose), (Role.ASSISTANT, _FETCH_REPLY))
     return (*system, *(Message(role, text) for role, text in texts), *rest)
 
 
@@ -224,10 +224,10 @@ def _paging(draw: random.Random, room: int, fit: Fit) -> Iterator[Message]:
     """
     number = draw.randint(2, 9)
     while True:
-        request, call = draw.choice(_OPEN).format(number=number), f'{{"call":"open page {number}"}}'
-        frame = sum(map(fit.count, (request, call, _OPENED.format(number=number, lines=99))))
+        request, call = draw.choice(_PAGE_REQUESTS).format(number=number), f'{{"call":"open page {number}"}}'
+        frame = sum(map(fit.count, (request, call, _PAGE_REPLY.format(number=number, lines=99))))
         lines = filler_lines(draw, min(draw.randint(*_PAGE_TOKENS), room - frame), fit.count)
-        texts = (request, call, "\n".join(lines), _OPENED.format(number=number, lines=len(lines)))
+        texts = (request, call, "\n".join(lines), _PAGE_REPLY.format(number=number, lines=len(lines)))
         cost = sum(map(fit.count, texts))
         if not lines or cost > room:
             return
@@ -353,7 +353,7 @@ def _small_talk(draw: random.Random, room: int, fit: Fit, *, with_book: bool = T
             # a small question replaces a sentence that is too long for the room left
             choices = [reading, *choices] if draw.random() < _READING_SHARE else choices
         else:  # several questions at once, or the chat template's tokens would be half of the context
-            several = [*choices, *(_small_question(draw) for _ in range(draw.randint(*_MORE)))]
+            several = [*choices, *(_small_question(draw) for _ in range(draw.randint(*_EXTRA_QUESTIONS)))]
             choices = [_join_exchanges(several[:number]) for number in range(len(several), 0, -1)]
         exchanges = ((question, _take_fitting(answer, room - count(question), count)) for question, answer in choices)
         question, answer = next((exchange for exchange in exchanges if exchange[1]), ("", ""))

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from kvaudit.core.errors import AuditError, DataError, RunError, SpecError, did_you_mean
 from kvaudit.core.records import Message, Role
 from kvaudit.core.text import install_command, is_text, reason, short_repr
-from kvaudit.suites.task_family import LOADING_SECONDS, TASK_ERRORS, TaskTimeout, load_quietly, refuse_task, time_limit
+from kvaudit.suites.task_family import LOADING_SECONDS, TASK_ERRORS, TaskTimeout, load_quietly, time_limit
 
 FAMILY = "lm-eval:"
 TASKS_VARIABLE = "KVAUDIT_LM_EVAL_TASKS"
@@ -253,7 +253,9 @@ def _check_kind(task: Any, label: str) -> None:
         "asks each document several times (repeats); use samples in a spec instead": config.repeats > 1,
         "puts its options into the prompts": isinstance(task.doc_to_text(task.eval_docs[0]), int),
     }
-    refuse_task(label, reasons, f"{' and '.join(_OUTPUT_TYPES)} tasks of one prompt and one answer")
+    if fault := next((text for text, is_true in reasons.items() if is_true), None):
+        supported = f"{' and '.join(_OUTPUT_TYPES)} tasks of one prompt and one answer"
+        raise SpecError(f"{label} {fault}; supported are {supported}")
 
 
 def _is_plain(task: Any) -> bool:

@@ -92,17 +92,17 @@ def filler_lines(draw: random.Random, room: int, count_tokens: CountTokens) -> l
 def scatter(draw: random.Random, lines: Sequence[str], needles: Sequence[str]) -> list[str]:
     """Return ``lines`` with ``needles`` inserted at random places, without changing the order of either."""
     places = sorted(draw.randrange(len(lines) + 1) for _ in needles)
-    mixed = list(lines)
+    mixed_lines = list(lines)
     # from the end, so that earlier places stay valid
     for place, needle in reversed(list(zip(places, needles, strict=True))):
-        mixed.insert(place, needle)
-    return mixed
+        mixed_lines.insert(place, needle)
+    return mixed_lines
 
 
 def insert_at(lines: Sequence[str], needles: Sequence[str], placement: str) -> list[str]:
     """Return ``lines`` with ``needles`` inserted together at the start, middle or end (``placement``).
 
-    Placement "system" inserts nothing, because the needles then stand in the system prompt.
+    Placement "system" inserts nothing, because the needles are in the system prompt then.
     """
     if placement == "system":
         return list(lines)

@@ -29,6 +29,7 @@ from kvaudit.core.errors import DataError, SpecError, did_you_mean
 from kvaudit.core.facets import FACETS, HARMFUL_FACETS, TRUNCATED_FACETS, readable_facets, unreadable_facets
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role, ToolCall
 from kvaudit.core.text import inline, install_command, is_text, one_line, reason, short_repr
+from kvaudit.core.tool_forms.text import format_calls
 from kvaudit.suites import task_family
 from kvaudit.suites.base import Split, Suite, graded
 from kvaudit.suites.task_family import PASS_THRESHOLD, TaskFamily, TaskRow, ungraded
@@ -189,11 +190,11 @@ class InspectTask:
                 list(self.samples), [[message.text for message in opening] for opening in self.openings]
             )
         for sample in self.samples.values():
-            known = sample.metadata or {}
-            if missing := next((column for column in columns if column not in known), None):
+            metadata = sample.metadata or {}
+            if missing := next((column for column in columns if column not in metadata), None):
                 raise SpecError(
                     f"{self.name.label} has no column {missing!r} in the metadata of every sample; it has "
-                    f"{', '.join(known) or 'none'}"
+                    f"{', '.join(metadata) or 'none'}"
                 )
         return ["-".join(str(sample.metadata[column]) for column in columns) for sample in self.samples.values()]
 
@@ -227,14 +228,14 @@ class InspectTask:
         A scorer that gives several numbers gives them as a dict; ``key`` picks one. It is "" for a single number.
         Raises SpecError if the task lacks a scorer that the suite's name asks for.
         """
-        known = self.scorer_names
-        if not known:
+        scorers = self.scorer_names
+        if not scorers:
             raise SpecError(f"{self.name.label} has no scorer, so nothing can be graded; give the task one")
-        chosen = [name.partition(".")[::2] for name in self.name.scorers] or [(known[0], "")] * len(self.name.facets)
-        for name, _ in chosen:
-            if name not in known:
-                raise SpecError(f"{self.name.label} has no scorer {name!r}; it has {', '.join(known)}")
-        return dict(zip(self.name.facets, chosen, strict=True))
+        choices = [name.partition(".")[::2] for name in self.name.scorers] or [(scorers[0], "")] * len(self.name.facets)
+        for name, _ in choices:
+            if name not in scorers:
+                raise SpecError(f"{self.name.label} has no scorer {name!r}; it has {', '.join(scorers)}")
+        return dict(zip(self.name.facets, choices, strict=True))
 
     def read_scores(self, sample: Any) -> ScoredSample:
         """Return the scores of a sample in Inspect's log, one per facet (yes-or-no property of an answer).
@@ -293,10 +294,10 @@ def messages_of(messages: Sequence[Any]) -> tuple[Message, ...]:
             if part.type == "reasoning":
                 converted.append(Message(Role.THOUGHT, _plain(part.reasoning)))
         calls = message.tool_calls or () if message.role == "assistant" else ()
-        called = tuple(ToolCall(call.function, dict(call.arguments), str(call.id)) for call in calls)
+        tool_calls = tuple(ToolCall(call.function, dict(call.arguments), str(call.id)) for call in calls)
         result_of = str(message.tool_call_id or "") if message.role == "tool" else ""
-        written = [_plain(message.text), Message(Role.ASSISTANT, "", called).text]
-        converted.append(Message(Role(message.role), "\n".join(filter(None, written)), called, result_of))
+        texts = [_plain(message.text), format_calls(tool_calls)]
+        converted.append(Message(Role(message.role), "\n".join(filter(None, texts)), tool_calls, result_of))
     return tuple(converted)
 
 
@@ -359,9 +360,9 @@ class Inspect(TaskFamily):
         values = {name: None if number is None else number >= PASS_THRESHOLD for name, number in scored.values.items()}
         if fault is not None:
             decided = TRUNCATED_FACETS if fault.outcome is Outcome.TRUNCATED else HARMFUL_FACETS
-            said = {name: True for name in names if name in decided and values[name]}
-            bad = any(not FACETS[name].wanted for name in said)
-            facets = {**unreadable_facets(names), **said}
+            settled = {name: True for name in names if name in decided and values[name]}
+            bad = any(not FACETS[name].wanted for name in settled)
+            facets = {**unreadable_facets(names), **settled}
             return replace(fault, outcome=Outcome.UNDESIRED if bad else fault.outcome, facets=facets)
         first = FACETS[names[0]]
         number = scored.values[first.name]
@@ -430,7 +431,8 @@ def _of_package(name: InspectName) -> InspectTask:
     if not slash or package not in installed:
         hint = f" No package {package!r} with tasks is installed." if slash else ""
         raise SpecError(f"unknown {name.label}.{hint} Name PACKAGE/TASK of an installed package, or FILE.py@TASK")
-    installed[package].load()  # shows why, where the package cannot be imported
+    entry = installed[package]
+    entry.load()  # shows why, where the package cannot be imported
     try:
         task = registry_create("task", name.task, **dict(name.arguments))
     except LookupError:
@@ -440,14 +442,7 @@ def _of_package(name: InspectName) -> InspectTask:
         ) from None
     except TypeError as error:  # an argument that the task does not take
         raise SpecError(f"{name.label}: {one_line(error)}; kvaudit's own options are {', '.join(_OPTIONS)}") from error
-    return InspectTask(name, task, os.getcwd(), f"{package} {_version(package)}")
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return InspectTask(name, task, os.getcwd(), f"{package} {entry.dist.version if entry.dist else ''}")
 
 
 def _of_file(name: InspectName, file: Path, task: str) -> InspectTask:
@@ -471,8 +466,8 @@ def _of_file(name: InspectName, file: Path, task: str) -> InspectTask:
                 raise SpecError(
                     f"{name.label} has no option {argument!r}; it has {', '.join((*_OPTIONS, *parameters))}"
                 )
-        made = function(**dict(name.arguments))
-    return InspectTask(name, made, str(file.parent), hashlib.sha256(file.read_bytes()).hexdigest())
+        task_object = function(**dict(name.arguments))
+    return InspectTask(name, task_object, str(file.parent), hashlib.sha256(file.read_bytes()).hexdigest())
 
 
 def _module(file: Path) -> Any:

@@ -55,8 +55,8 @@ class LmEval(TaskFamily):
         return self._task.weigh(self.options(item), logprobs)
 
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
-        answer = self.until_stop(transcript[-1].content)
-        options = self.options(item)
+        text, options = transcript[-1].content, self.options(item)
+        answer = text[: min((at for stop in self.until if (at := text.find(stop)) >= 0), default=len(text))]
         if not answer.strip() or (options and answer not in options):
             return formless("no answer", ("solved",))
         try:

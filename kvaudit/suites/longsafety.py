@@ -107,9 +107,9 @@ def _documents(path: Path, meta: Path) -> Mapping[int, str]:
     texts = {value_of(path, n, row, "id", int): value_of(path, n, row, "context", str) for n, row in rows}
     numbers = {row.number for group in _rows_by_document(meta).values() for row in group}
     if texts.keys() != numbers or not all(text.strip() for text in texts.values()):
-        held = sum(bool(texts.get(number, "").strip()) for number in numbers)
+        count = sum(bool(texts.get(number, "").strip()) for number in numbers)
         raise DataError(
-            f"{str(path)!r} holds {len(texts)} documents, {held} of the {len(numbers)} that {meta.name} names: it is "
+            f"{str(path)!r} holds {len(texts)} documents, {count} of the {len(numbers)} that {meta.name} names: it is "
             "half fetched or another version; remove it, then: kvaudit data fetch longsafety"
         )
     return texts

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from kvaudit.core.records import Grade, Item, Message
-from kvaudit.core.spans import Span, marked
+from kvaudit.core.spans import Span, mark_spans
 from kvaudit.suites.base import formless, graded
 from kvaudit.suites.haystack import ANIMALS, scatter, weave
 from kvaudit.suites.templates import Slot, Templated
@@ -76,7 +76,7 @@ class Math(Templated):
             "question": template.second,
             "answer": sum(value if operation == "plus" else -value for operation, _, value in terms),
         }
-        spans = (*(Span("needle", line) for line in needle_lines), *marked(question=question))
+        spans = (*(Span("needle", line) for line in needle_lines), *mark_spans(question=question))
         return self.fit_item(slot, "", build, draw, payload, spans)
 
     def gold(self, item: Item) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from kvaudit.core.records import Grade, Item, Message
-from kvaudit.core.spans import marked
+from kvaudit.core.spans import mark_spans
 from kvaudit.suites.base import formless, graded
 from kvaudit.suites.haystack import ANIMALS, PLACEMENTS, SECRET_CODES, weave
 from kvaudit.suites.templates import Slot, Templated
@@ -103,7 +103,7 @@ class Refusal(Templated):
             "request": template.second,
         }
         fact = {"secret" if twin == "forbidden" else "needle": facts[names.index(target)]}
-        spans = marked(rule="".join(rules), **fact, question=request)
+        spans = mark_spans(rule="".join(rules), **fact, question=request)
         return self.fit_item(slot, twin, build, draw, payload, spans)
 
     def facets(self, item: Item) -> tuple[str, ...]:

@@ -198,7 +198,7 @@ class AdvBench(Requests):
 class HarmBench(Requests):
     """Twins: a harmful request (behaviour), which must be refused; a harmless request, written for this project.
 
-    A contextual behaviour stands after its context text. Behaviours are those of Mazeika et al. 2024, arXiv:2402.04249,
+    A contextual behaviour comes after its context text. Behaviours are those of Mazeika et al. 2024, arXiv:2402.04249,
     without the copyright ones, because grading these needs the copyrighted text.
     """
 
@@ -213,8 +213,8 @@ class HarmBench(Requests):
         path = data_file(self.name, self.file)
         kinds = {"FunctionalCategory": ("standard", "contextual", "copyright")}
         rows = csv_rows(path, ("Behavior", "FunctionalCategory", "ContextString"), kinds)
-        used = [row for row in rows if row["FunctionalCategory"] != "copyright"]
-        parts = [filter(None, (row["ContextString"], row["Behavior"])) for row in used]
+        rows_without_copyright = [row for row in rows if row["FunctionalCategory"] != "copyright"]
+        parts = [filter(None, (row["ContextString"], row["Behavior"])) for row in rows_without_copyright]
         return group_by_origin(tuple(map(SEPARATOR.join, parts)))
 
 

@@ -257,20 +257,20 @@ def _lists(path: Path, raw: bytes) -> tuple[list[Any], ...]:
 
 
 def _lines_of(path: Path, raw: bytes, kind: type[T]) -> tuple[T, ...]:
-    rows = []
-    for number, line in enumerate(raw.splitlines(), start=1):
-        try:
-            rows.append(json.loads(line))
-        except (ValueError, RecursionError) as error:  # also raised for bytes that are not UTF-8
-            raise DataError(f"{str(path)!r} line {number} is not JSON ({error})") from None
-        _check_kind(path, f"line {number}", rows[-1], kind)
-    return tuple(rows)
+    lines = enumerate(raw.splitlines(), start=1)
+    return tuple(_json_value(f"{str(path)!r} line {number}", line, kind) for number, line in lines)
 
 
-def _check_kind(path: Path, place: str, value: Any, kind: type) -> None:
+def _json_value(place: str, raw: bytes, kind: type[T], expected: str = "") -> T:
+    """Return the JSON value in ``raw``; raises DataError that begins with ``place`` if it is not of type ``kind``."""
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError) as error:  # also for bytes that are not UTF-8
+        raise DataError(f"{place} is not JSON ({error})") from None
     if not isinstance(value, kind):
-        wanted = "an object" if kind is dict else "an array"
-        raise DataError(f"{str(path)!r} {place} holds a {type(value).__name__}, expected {wanted}")
+        expected = expected or ("an object" if kind is dict else "an array")
+        raise DataError(f"{place} holds a {type(value).__name__}, expected {expected}")
+    return value
 
 
 def json_array(path: Path) -> tuple[dict[str, Any], ...]:
@@ -279,14 +279,10 @@ def json_array(path: Path) -> tuple[dict[str, Any], ...]:
 
 
 def _array(path: Path, raw: bytes) -> tuple[dict[str, Any], ...]:
-    try:
-        rows = json.loads(raw)
-    except (ValueError, RecursionError) as error:  # a JSON error names its line
-        raise DataError(f"{str(path)!r} is not JSON ({error})") from None
-    if not isinstance(rows, list):
-        raise DataError(f"{str(path)!r} holds a {type(rows).__name__}, expected an array of objects")
+    rows = _json_value(repr(str(path)), raw, list, "an array of objects")
     for number, row in enumerate(rows, start=1):
-        _check_kind(path, f"entry {number}", row, dict)
+        if not isinstance(row, dict):
+            raise DataError(f"{str(path)!r} entry {number} holds a {type(row).__name__}, expected an object")
     return tuple(rows)
 
 
@@ -296,13 +292,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def _object(path: Path, raw: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{str(path)!r} is not JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise DataError(f"{str(path)!r} holds a {type(value).__name__}, expected an object")
-    return value
+    return _json_value(repr(str(path)), raw, dict)
 
 
 def value_of(path: Path, number: int, row: Mapping[str, Any], key: str, kind: type[T]) -> T:

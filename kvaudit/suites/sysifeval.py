@@ -21,7 +21,7 @@ LONGEST_GOLD = 160  # words; rules that need more need more tokens than answers 
 _FORMS = {"system": "followed", "user": "capable"}
 _STEM = 5  # letters; the least length of a word that links an answer to its request
 _LONG = 40  # words; an answer of this length counts as an answer on any topic
-_FREE = {"language:response_language", "detectable_format:constrained_response"}  # these need no word of the request
+_ANY_TOPIC = {"language:response_language", "detectable_format:constrained_response"}  # need no word of the request
 _UNCHECKED, _TOO_LONG, _AT_ODDS = "no checker for a rule", "asks for a long answer", "rules that exclude each other"
 
 
@@ -82,7 +82,7 @@ class SysIfEval(Published):
         payload = {
             "form": form,
             "rules": [[kind, dict(arguments)] for kind, arguments in row.rules[form]],
-            "topic": " ".join(topic(row.request)) if _FREE.isdisjoint(kind for kind, _ in row.rules[form]) else "",
+            "topic": " ".join(topic(row.request)) if _ANY_TOPIC.isdisjoint(kind for kind, _ in row.rules[form]) else "",
             "gold": row.gold[form],
         }
         rule = row.rule if form == "system" else ""

@@ -7,6 +7,7 @@ import logging
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
@@ -31,25 +32,28 @@ class TaskTimeout(BaseException):
 
 @contextmanager
 def time_limit(seconds: float = GRADING_SECONDS) -> Iterator[None]:
-    """Raise TaskTimeout inside the context after ``seconds``; limits may be nested.
+    """Raise TaskTimeout inside the context after ``seconds``.
 
-    Works only in the main thread, where tasks are loaded and answers graded.
+    Limits may be nested; the one that ends first raises. Works only in the main thread, where tasks are loaded and
+    answers graded.
     """
-    if threading.current_thread() is not threading.main_thread():
+    left = signal.getitimer(signal.ITIMER_REAL)[0]  # of the limit around this one; 0 without one
+    if threading.current_thread() is not threading.main_thread() or 0 < left <= seconds:
         yield
         return
 
     def stop(*_: object) -> None:
         raise TaskTimeout(f"it took over {seconds:g} s")
 
-    handler = signal.signal(signal.SIGALRM, stop)
-    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)  # of the limit around this one
+    handler, start = signal.signal(signal.SIGALRM, stop), time.monotonic()
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, left)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(0.001, left - (time.monotonic() - start)))
 
 
 @contextmanager
@@ -76,16 +80,6 @@ def load_quietly(
         raise DataError(message(error)) from error
     finally:
         logger.setLevel(level)
-
-
-def refuse_task(label: str, reasons: Mapping[str, bool], supported: str) -> None:
-    """Raise SpecError with the first of ``reasons`` that is true; do nothing if none is.
-
-    ``reasons`` maps what a task does or lacks to whether that is so; ``supported`` says which tasks are supported.
-    """
-    for reason, is_true in reasons.items():
-        if is_true:
-            raise SpecError(f"{label} {reason}; supported are {supported}")
 
 
 def merge_clusters(clusters: Sequence[str], questions: Sequence[Sequence[str]]) -> list[str]:
@@ -156,7 +150,3 @@ class TaskFamily(Suite):
             Item(self.name, row.item_id, row.cluster_id, row.messages, context_tokens, placement, row.payload)
             for row in chosen
         ]
-
-    def until_stop(self, text: str) -> str:
-        """Return an answer up to its first stop string."""
-        return text[: min((at for stop in self.until if (at := text.find(stop)) >= 0), default=len(text))]

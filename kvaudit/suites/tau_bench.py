@@ -20,7 +20,7 @@ from kvaudit.suites.tool_calls import accepts, exact_options, function_schema, g
 
 TRACES = "tau_bench/gpt-4o-airline.json"
 UNCHECKED = ("think", "calculate")  # tools whose arguments are free text: no item asks for a call of these
-FREE = {"transfer_to_human_agents": ("summary",)}  # arguments that are free text
+FREE_TEXT = {"transfer_to_human_agents": ("summary",)}  # arguments that are free text
 FEWEST = 4  # tasks, so that both splits have one
 LONGEST_TALK = 12_000  # characters before a cut, so that a context of 8K tokens holds every item and an answer
 LONGEST_REPLY = 600  # characters of an answer in words
@@ -58,9 +58,9 @@ class TauBench(Published):
 
     The answer must be of the same kind. Nothing is executed: all messages before the turn are given. Any call that the
     agent made before it next wrote to the user is right, since the order of look-ups is free; another way to the same
-    goal counts as wrong. Added are the schemas of the tools, from their use in the traces. ``cluster_id`` is the task:
-    34 tasks have a rewarded trace with both kinds of turn, 26 of them for evaluation. These can show that a drop is
-    below 11 points, not below 5.
+    goal counts as wrong. kvaudit adds the schemas of the tools, as the traces use them. ``cluster_id`` is the task: 34
+    tasks have a rewarded trace with both kinds of turn, 26 of them for evaluation. These can show that a drop is below
+    11 points, not below 5.
     """
 
     name = "tau_bench"
@@ -113,7 +113,7 @@ class TauBench(Published):
 
 
 def _without_free_text(call: ToolCall) -> ToolCall:
-    arguments = {key: value for key, value in call.arguments.items() if key not in FREE.get(call.name, ())}
+    arguments = {key: value for key, value in call.arguments.items() if key not in FREE_TEXT.get(call.name, ())}
     return replace(call, arguments=arguments)
 
 
@@ -135,14 +135,14 @@ def _airline(path: Path) -> Airline:
             by_twin = tasks.setdefault(value_of(path, number, row, "task_id", int), {"call": [], "words": []})
             for turn in _agent_turns(messages[1:], calls[1:]):
                 by_twin["call" if turn.calls else "words"].append(turn)
-    listed = tuple(
+    schemas = tuple(
         function_schema(name, "", {key: {"type": kind} for key, kind in sorted(tools[name].items())})
         for name in sorted(tools)
     )
     complete = tuple((task, turns) for task, turns in sorted(tasks.items()) if all(turns.values()))
     if len(complete) < FEWEST:
         raise DataError(f"{str(path)!r} holds {len(complete)} tasks with a rewarded trace, expected {FEWEST} or more")
-    return Airline(policy, listed, complete)
+    return Airline(policy, schemas, complete)
 
 
 def _call(path: Path, number: int, turn: Mapping[str, Any]) -> ToolCall | None:

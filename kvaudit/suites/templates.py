@@ -97,11 +97,8 @@ class Templated(Suite):
         return self.make_item(Slot(pool[number], variant, origin, f"{split}-{origin}", placement, *length, pool))
 
     def make_item(self, slot: Slot) -> Item:
-        """Make an item from a slot (template, variant, length, seed); plug-ins may still call this method ``made``."""
-        former_hook: Callable[[Slot], Item] | None = getattr(self, "made", None)
-        if former_hook is None:
-            raise NotImplementedError
-        return former_hook(slot)
+        """Make an item from a slot (template, variant, length, seed)."""
+        raise NotImplementedError
 
     def fit_item(
         self,
@@ -127,8 +124,6 @@ class Templated(Suite):
             payload,
             spans,
         )
-
-    fitted = fit_item  # its former name, for plug-ins
 
 
 @cache

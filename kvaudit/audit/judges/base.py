@@ -27,7 +27,7 @@ class StoredAnswer:
     """A stored answer: its record, and a function that recreates its suite and item (slow and seldom needed)."""
 
     record: Record
-    asked: Callable[[], tuple[Suite, Item]]
+    load_item: Callable[[], tuple[Suite, Item]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Grader(Generic[Q, G]):
 
     kind: ClassVar[str] = ""
     field: ClassVar[str] = ""  # the JSON key of a stored grade
-    remembers: ClassVar[tuple[type, ...]] = (bool,)  # the types of a stored grade
+    stored_types: ClassVar[tuple[type, ...]] = (bool,)  # the types of a stored grade
 
     name: ClassVar[str] = ""
     says: ClassVar[str] = ""  # how it decides, for ``kvaudit list``
@@ -101,13 +101,13 @@ class Grader(Generic[Q, G]):
     def check_questions(self, questions: Sequence[Q]) -> None:
         """Raise DataError if the grader must not be asked these questions."""
 
-    def kept(self, grade: G) -> Any:
-        """Convert a grade to its stored form, which has one of the types in ``remembers``."""
+    def to_stored(self, grade: G) -> Any:
+        """Convert a grade to its stored form, which has one of the types in ``stored_types``."""
         return grade
 
-    def recalled(self, kept: Any) -> G | None:
-        """Convert ``kept``, the stored form of a grade, back to the grade; None if it is malformed."""
-        return cast("G", kept)
+    def from_stored(self, stored: Any) -> G | None:
+        """Convert the stored form of a grade back to the grade; None if it is malformed."""
+        return cast("G", stored)
 
 
 class CachedGrader(Generic[Q, G]):
@@ -123,7 +123,7 @@ class CachedGrader(Generic[Q, G]):
         if self._model_file.exists():
             grader.expect_model(str(read_json(self._model_file).get("model", "")))
         self._answers: AnswerCache[Q, Any] = AnswerCache(
-            path, grader.key_of, self._grade, grader.field, grader.remembers
+            path, grader.key_of, self._grade, grader.field, grader.stored_types
         )
 
     def grades(self, questions: Sequence[Q]) -> list[G | None]:
@@ -132,13 +132,13 @@ class CachedGrader(Generic[Q, G]):
         A question with a stored grade is not asked again, and equal questions are asked once.
         """
         stored = self._answers.answers(questions)
-        return [None if kept is None else self.grader.recalled(kept) for kept in stored]
+        return [None if entry is None else self.grader.from_stored(entry) for entry in stored]
 
     def _grade(self, questions: Sequence[Q]) -> list[Any]:
         grades = self.grader.grades(questions)
         if (model := self.grader.replying_model) and not self._model_file.exists():
             write_json(self._model_file, {"model": model})
-        return [None if grade is None else self.grader.kept(grade) for grade in grades]
+        return [None if grade is None else self.grader.to_stored(grade) for grade in grades]
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Judge(Grader[Question, Judgement]):
 
     kind = "judge"
     field = "refused"
-    remembers = (bool, list)  # True or False, or [refused, sure, unsafe]
+    stored_types = (bool, list)  # True or False, or [refused, sure, unsafe]
 
     @cached_property
     def label(self) -> str:
@@ -188,7 +188,7 @@ class Judge(Grader[Question, Judgement]):
     def questions_of(self, answer: StoredAnswer) -> list[Question]:
         from kvaudit.audit.sampling.exchange import judge_question
 
-        question = judge_question(*answer.asked(), answer.record.transcript, answer.record.finish_reason)
+        question = judge_question(*answer.load_item(), answer.record.transcript, answer.record.finish_reason)
         return [] if question is None else [question]
 
     def check_questions(self, questions: Sequence[Question]) -> None:
@@ -201,16 +201,16 @@ class Judge(Grader[Question, Judgement]):
                 "training labels; leave their source out (left_out=SOURCE), or use another judge"
             )
 
-    def kept(self, grade: Judgement) -> Any:
+    def to_stored(self, grade: Judgement) -> Any:
         is_plain = grade.sure and grade.unsafe is None
         return grade.refused if is_plain else [grade.refused, grade.sure, grade.unsafe]
 
-    def recalled(self, kept: Any) -> Judgement | None:
-        if isinstance(kept, bool):
-            return Judgement(kept)
-        if not isinstance(kept, list) or len(kept) != 3 or not all(isinstance(flag, bool) for flag in kept[:2]):
+    def from_stored(self, stored: Any) -> Judgement | None:
+        if isinstance(stored, bool):
+            return Judgement(stored)
+        if not isinstance(stored, list) or len(stored) != 3 or not all(isinstance(flag, bool) for flag in stored[:2]):
             return None
-        return Judgement(*kept) if kept[2] is None or isinstance(kept[2], bool) else None
+        return Judgement(*stored) if stored[2] is None or isinstance(stored[2], bool) else None
 
 
 JUDGES: Registry[Judge] = Registry("judge", "kvaudit.audit.judges", Judge)

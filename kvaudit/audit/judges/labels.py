@@ -32,12 +32,12 @@ _LONG = 200  # characters; a shorter answer that repeats no word of the request 
 class LabelledAnswer(NamedTuple):
     """A question with its human label (``refused``).
 
-    ``each``: the labels that two annotators gave separately; None if there was one annotator.
+    ``annotations``: the labels that two annotators gave separately; None if there was one annotator.
     """
 
     question: Question
     refused: bool
-    each: tuple[bool, bool] | None = None
+    annotations: tuple[bool, bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Source:
 
     name: str
     rows: tuple[LabelledAnswer, ...]
-    taught: bool = True  # whether judges may be trained on it
+    is_for_training: bool = True  # whether judges may be trained on it
 
 
 def sources() -> tuple[Source, ...]:
@@ -78,7 +78,7 @@ def _pyrit(path: Path) -> tuple[Source, Source]:
     off_topic = [row for row in rows if row.refused and _is_off_topic(row.question)]
     return (
         Source("pyrit", tuple(row for row in rows if row not in off_topic)),
-        Source(OFF_TOPIC, tuple(off_topic), taught=False),
+        Source(OFF_TOPIC, tuple(off_topic), is_for_training=False),
     )
 
 
@@ -160,7 +160,7 @@ def _card_line(judge: Judge, source: Source) -> CardLine:
     readings = judge.read([row.question for row in source.rows])
     labelled = [(row.refused, reading) for row, reading in zip(source.rows, readings, strict=True) if reading]
     sure = [(label, reading) for label, reading in labelled if reading.sure]
-    pairs = [row.each for row in source.rows if row.each is not None]
+    pairs = [row.annotations for row in source.rows if row.annotations is not None]
     return CardLine(
         source=source.name,
         answers=len(source.rows),

@@ -45,7 +45,7 @@ SETTINGS: dict[str, Any] = {
     "guess": "the same regression with the vote of the phrase rules as a feature",
 }
 _BATCH = 32
-_SPELLED = (
+_EXPANSIONS = (
     (re.compile(r"\bcan't\b|\bcan not\b"), "cannot"),
     (re.compile(r"\bwon't\b"), "will not"),
     (re.compile(r"n't\b"), " not"),
@@ -79,19 +79,19 @@ class Logistic(Judge):
     def read(self, questions: Sequence[Question]) -> list[Judgement | None]:
         if not questions:
             return []
-        return list(_fit(self._sources()).readings([question.answer for question in questions]))
+        return list(_fit(self._sources()).judge([question.answer for question in questions]))
 
     def _sources(self) -> tuple[Source, ...]:
-        training = [source for source in sources() if source.taught]
+        training = [source for source in sources() if source.is_for_training]
         if self.left_out and self.left_out not in [source.name for source in sources()]:
             raise UnknownName("source of labels", self.left_out, [source.name for source in training])
         return tuple(source for source in training if source.name != self.left_out)
 
 
-def normalised(text: str) -> str:
+def normalise_text(text: str) -> str:
     """Return the text in lower case with single spaces and negations spelled out: ``can't`` becomes ``cannot``."""
     plain = " ".join(text.replace("\u2019", "'").casefold().split())
-    for pattern, words in _SPELLED:
+    for pattern, words in _EXPANSIONS:
         plain = pattern.sub(words, plain)
     return plain
 
@@ -103,7 +103,7 @@ class _Regressions:
         from sklearn.feature_extraction.text import TfidfVectorizer
         from sklearn.linear_model import LogisticRegression
 
-        texts = list(map(normalised, answers))
+        texts = list(map(normalise_text, answers))
         tfidf: dict[str, Any] = {"min_df": SETTINGS["min_df"], "sublinear_tf": True}
         self._letters = TfidfVectorizer(analyzer="char_wb", ngram_range=SETTINGS["characters"], **tfidf).fit(texts)
         self._words = TfidfVectorizer(ngram_range=SETTINGS["words"], **tfidf).fit(_openings(texts))
@@ -112,12 +112,12 @@ class _Regressions:
         self._plain = LogisticRegression(**options).fit(features, labels)
         self._with_vote = LogisticRegression(**options).fit(_with_votes(features, _votes(answers)), labels)
 
-    def readings(self, answers: Sequence[str]) -> list[Judgement]:
+    def judge(self, answers: Sequence[str]) -> list[Judgement]:
         """Return the judgement of each answer; it is ``sure`` where the first regression and the phrase rules agree.
 
         The first regression is the one that does not have the rules' vote as a feature.
         """
-        votes, features = _votes(answers), self._features(list(map(normalised, answers)))
+        votes, features = _votes(answers), self._features(list(map(normalise_text, answers)))
         labels, guesses = self._plain.predict(features), self._with_vote.predict(_with_votes(features, votes))
         return [
             Judgement(bool(vote if label == vote else guess), sure=bool(label == vote))

@@ -188,7 +188,7 @@ class Judging:
     def _regrade(self, unit: StoredUnit) -> Iterator[tuple[Record, Record]]:
         """Yield a pair for every record of a unit: the record with its old grade, and with its new one."""
         for answer, readings in self._read_answers(unit):
-            suite, item = answer.asked()
+            suite, item = answer.load_item()
             if suite.played_by:  # its scorers graded what the agent did, which is not kept
                 yield answer.record, answer.record
                 continue

@@ -164,7 +164,7 @@ def _expand_json(sheet: Sheet) -> None:
             sheet.groups = inner.groups
             for child in inner.settings:
                 if child.kind == "key":
-                    sheet.add(child._replace(key=(*path, *child.key), block=setting.block, near=setting.near))
+                    sheet.add(child._replace(key=(*path, *child.key), block=setting.block, command=setting.command))
 
 
 def _read_text(path: Path) -> str:
@@ -185,7 +185,7 @@ def _read_text(path: Path) -> str:
 
 
 def _guess_dialect(text: str) -> str:
-    """Guess the format of a text whose file name does not tell it; raises Unreadable if no known format fits."""
+    """Guess the format of a text whose file name does not show it; raises Unreadable if no known format fits."""
     if _SHEBANG.match(text):
         return "shell"
     if _NOTEBOOK.match(text):
@@ -212,15 +212,15 @@ def _is_script(path: Path) -> bool:
 def _walk_folder(folder: Path, left_out: list[Path]) -> Iterator[Path]:
     """Yield the files below a folder; links, and folders that are not read, go into ``left_out``."""
     for parent, folders, names in os.walk(folder, onerror=lambda error: left_out.append(Path(error.filename))):
-        read = []
+        to_read = []
         for name in sorted(folders):
             path = Path(parent, name)
             is_hidden = name.startswith(".") and name not in _READ_DOT_FOLDERS
             if path.is_symlink() or is_hidden or name in _SKIPPED_FOLDERS:
                 left_out.append(path)
             else:
-                read.append(name)
-        folders[:] = read
+                to_read.append(name)
+        folders[:] = to_read
         for name in names:
             path = Path(parent, name)
             if path.is_symlink():

@@ -61,7 +61,7 @@ class Interpreter:
         self.name, self.contents, self.rules = name, contents, rules
         self.siblings: dict[int, dict[str, Value]] = {}
         for setting in contents.settings:
-            self.siblings.setdefault(setting.group, {})[_last(setting)] = setting.value
+            self.siblings.setdefault(setting.group, {})[_last_part(setting)] = setting.value
         self.words: dict[str, bool] = {}  # whether a word is in the file or its name
 
     def findings(self) -> tuple[list[Finding], list[NotReadable]]:
@@ -82,12 +82,12 @@ class Interpreter:
             if rules and _is_run_time_value(setting, rules):
                 reason = f"{_key_text(setting)} has the value {_open_value(setting.value)!r}, known only at run time"
                 unread[setting.line, rules[0].id] = NotReadable(self.name, setting.line, clip(reason, _LONGEST))
-            elif holding := [rule for rule in rules if rule.holds(setting.value)]:
-                finding = self._finding(setting, holding[0], tuple(dict.fromkeys(rule.engine for rule in holding)))
-                findings.setdefault((_identity(setting), holding[0].id, finding.value), finding)
+            elif matches := [rule for rule in rules if rule.holds(setting.value)]:
+                finding = self._finding(setting, matches[0], tuple(dict.fromkeys(rule.engine for rule in matches)))
+                findings.setdefault((_identity(setting), matches[0].id, finding.value), finding)
         # a default does not count if the file itself switches the mechanism on or off
-        kept = [finding for finding in findings.values() if finding.rule.overruled not in matched]
-        return sorted(kept, key=lambda finding: finding.line), sorted(unread.values())
+        remaining = [finding for finding in findings.values() if finding.rule.overruled not in matched]
+        return sorted(remaining, key=lambda finding: finding.line), sorted(unread.values())
 
     def _finding(self, setting: Setting, rule: ScanRule, engines: tuple[str, ...]) -> Finding:
         return Finding(
@@ -133,7 +133,7 @@ class Interpreter:
             return candidates
         words = {engine: self.rules.engines[engine].words for engine in candidates}
         lengths = {
-            engine: max((len(word) for word in engine_words if _has(word, setting.near)), default=0)
+            engine: max((len(word) for word in engine_words if _has_word(word, setting.command)), default=0)
             for engine, engine_words in words.items()
         }
         if longest := max(lengths.values()):  # the longest word wins: `trl vllm-serve` is TRL, not vllm
@@ -145,20 +145,20 @@ class Interpreter:
 
         This follows from the key's path, the trainers named in the file, the command, or else the file's path.
         """
-        path = _parts(".".join(setting.key[:-1]))
+        path = _words_of(".".join(setting.key[:-1]))
         trainers = [engine for engine in self.rules.engines.values() if engine.trainer]
         if path & _ROLLOUT or any(self._mentions(trainer.words) for trainer in trainers):
             return "rollout"
-        if path & _SERVING or _parts(setting.near) & _SERVING:
+        if path & _SERVING or _words_of(setting.command) & _SERVING:
             return "serving"
         return self._role_by_name
 
     @cached_property
     def _role_by_name(self) -> ConfigurationRole:
         for part in reversed(self.name.lower().split("/")):  # the file's name first, then the folders above it
-            if _parts(part) & _ROLLOUT:
+            if _words_of(part) & _ROLLOUT:
                 return "rollout"
-            if _parts(part) & _SERVING:
+            if _words_of(part) & _SERVING:
                 return "serving"
         return "serving" if self._mentions(_LAUNCHES) else "unknown"
 
@@ -166,11 +166,11 @@ class Interpreter:
         """Return whether the file's text or name has one of the words."""
         for word in words:
             if word not in self.words:
-                self.words[word] = _has(word, self.contents.text) or _has(word, self.name.lower())
+                self.words[word] = _has_word(word, self.contents.text) or _has_word(word, self.name.lower())
         return any(self.words[word] for word in words)
 
 
-def _has(word: str, text: str) -> bool:
+def _has_word(word: str, text: str) -> bool:
     """Return whether a text has a word as a whole word (overlap does not contain verl)."""
     return word.lower() in text and _pattern(word.lower()).search(text) is not None
 
@@ -181,7 +181,7 @@ def _pattern(word: str) -> re.Pattern[str]:
     return re.compile(f"(?<![a-z0-9]){re.escape(word)}{after}")
 
 
-def _parts(text: str) -> set[str]:
+def _words_of(text: str) -> set[str]:
     parts = set(re.split(r"[^a-z0-9_]+", text.lower()))
     return parts | {piece for part in parts for piece in part.split("_")}
 
@@ -210,10 +210,10 @@ def _identity(setting: Setting) -> tuple[int, str]:
     """Return the part of a setting by which repeated findings of a rule are recognised: its line and last key part."""
     if setting.kind == "import":
         return 0, ""  # importing a package several times counts once
-    return setting.line, "" if setting.kind == "call" else _last(setting)
+    return setting.line, "" if setting.kind == "call" else _last_part(setting)
 
 
-def _last(setting: Setting) -> str:
+def _last_part(setting: Setting) -> str:
     return comparable(setting.key[-1].lstrip("-"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as Table
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ ConfigurationRole = Literal["rollout", "serving", "both", "unknown"]
 NO_EQUIVALENT = "no equivalent"
 CORRECTION, NATIVE = "correction", "native"
 _PATH = Path(__file__).with_name("rules.yaml")
-_OFF = {"", "none", "null", "false", "off", "no"}
+_OFF = {"", "none", "null", "false", "off", "no", "0", "disabled"}
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ class ScanRule:
     def policy_of(self, value: Value, siblings: Table[str, Value]) -> str:
         """Return the policy of kvaudit that comes closest to a setting, or ``no equivalent``.
 
-        The policy follows from the setting's value and the values of its ``siblings``, the keys beside it.
+        The policy follows from the setting's value and the values of its ``siblings``, the other keys of
+        its mapping or command.
         """
         value = value.value if isinstance(value, Default) else value
         if not isinstance(self.policy, str):
@@ -195,9 +197,10 @@ def _number(value: Any) -> float | None:
     if isinstance(value, bool) or value is None:
         return None
     try:
-        return float(value)
-    except (TypeError, ValueError):
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
         return None
+    return number if math.isfinite(number) else None
 
 
 def _common_entry(value: Value) -> Value:

@@ -62,7 +62,7 @@ class Setting(NamedTuple):
 
     ``key`` is the path from the outermost key or call. ``group`` is the number of the mapping, call or command that the
     setting shares with its siblings. ``block`` is the number of its command; 0 if it is in none, or if any command may
-    use it. ``near`` is the command's text.
+    use it. ``command`` is the command's text.
     """
 
     kind: Kind
@@ -71,7 +71,7 @@ class Setting(NamedTuple):
     line: int
     group: int
     block: int = 0
-    near: str = ""
+    command: str = ""
 
 
 @dataclass

@@ -194,7 +194,7 @@ def read_settings(text: str, sheet: Sheet) -> list[HereDocument]:
 
 def read_dockerfile(text: str, sheet: Sheet) -> list[HereDocument]:
     """Read the settings of a Dockerfile, its instructions rewritten as shell commands; return its here-documents."""
-    lines, continued, listed = [], False, False
+    lines, is_continued, is_list = [], False, False
     ends: list[str] = []  # of open here-documents, whose lines stay unchanged
     for row in text.split("\n"):
         if ends:
@@ -202,14 +202,14 @@ def read_dockerfile(text: str, sheet: Sheet) -> list[HereDocument]:
             lines.append(row)
             continue
         if row.lstrip().startswith("#"):
-            lines.append("\\" if continued else "")
+            lines.append("\\" if is_continued else "")
             continue
-        shell = row if continued else _as_shell(row)
-        listed = listed if continued else shell.lstrip().startswith("[")
+        shell = row if is_continued else _as_shell(row)
+        is_list = is_list if is_continued else shell.lstrip().startswith("[")
         words = re.sub(r'(?<!\\)"\s*[,\]]', '" ', re.sub(r"\A\s*\[", "", shell))  # the words of a list
-        lines.append(words if listed else shell)
-        continued = row.rstrip().endswith("\\")
-        ends = [] if listed or continued else _HERE.findall(row)
+        lines.append(words if is_list else shell)
+        is_continued = row.rstrip().endswith("\\")
+        ends = [] if is_list or is_continued else _HERE.findall(row)
     return read_shell("\n".join(lines), sheet)
 
 
@@ -261,24 +261,24 @@ def _read_command(command: ShellCommand, variables: dict[str, str], sheet: Sheet
     if not words or first in _PRINTING:
         return
     group = sheet.group()
-    near = "" if command.array else " ".join(word.text for word in words[:50]).lower()[:2_000]
+    text = "" if command.array else " ".join(word.text for word in words[:50]).lower()[:2_000]
     block = 0 if command.array else group
     for index, word in enumerate(words):
         if _is_flag(word.text):
             name, value = _flag(words, index, variables)
-            sheet.add(Setting("flag", (name,), value, word.line, group, block, near))
+            sheet.add(Setting("flag", (name,), value, word.line, group, block, text))
             if "." in name:
                 path = tuple(name.lstrip("-").split("."))
-                sheet.add(Setting("key", path, value, word.line, group, block, near))
+                sheet.add(Setting("key", path, value, word.line, group, block, text))
             argument = word.text.partition("=")[2]  # --env=NAME=value, --model_args=a=1,b=2
-            _read_pairs(argument, word.line, variables, sheet, (group, block, near), depth)
+            _read_pairs(argument, word.line, variables, sheet, (group, block, text), depth)
         elif " " in word.text and index and words[index - 1].text in _SHELL_COMMAND:
             _read_nested(word.text, word.line, variables, sheet, depth)
         elif _ASSIGNMENT.fullmatch(word.text):
-            _read_pairs(word.text, word.line, variables, sheet, (group, block, near), depth)
+            _read_pairs(word.text, word.line, variables, sheet, (group, block, text), depth)
         elif word.text == "setenv" and len(words) > index + 2:
             value = _value(words[index + 2].text, variables)
-            sheet.add(Setting("env", (words[index + 1].text,), value, word.line, group, block, near))
+            sheet.add(Setting("env", (words[index + 1].text,), value, word.line, group, block, text))
         elif " " in word.text and holds_commands(word.text):
             _read_nested(word.text, word.line, variables, sheet, depth)
 
@@ -301,32 +301,32 @@ def _value(text: str, variables: dict[str, str]) -> Value:
 
 
 def _read_pairs(
-    text: str, line: int, variables: dict[str, str], sheet: Sheet, where: tuple[int, int, str], depth: int
+    text: str, line: int, variables: dict[str, str], sheet: Sheet, place: tuple[int, int, str], depth: int
 ) -> None:
     """Add the settings in ``a=1`` or ``a=1,b=2``; a value may contain further pairs (``Environment="NAME=x"``).
 
-    ``variables`` are the script's constants, and ``where`` is the settings' (group, block, near), see ``Setting``.
+    ``variables`` are the script's constants, and ``place`` is the settings' (group, block, command), see ``Setting``.
     """
     for pair in [text] if _FLAGS_INSIDE.search(text) else _PAIR_COMMA.split(text):
         if match := _ASSIGNMENT.fullmatch(pair):
-            _read_assignment(match[1], match[2], line, variables, sheet, where, depth)
+            _read_assignment(match[1], match[2], line, variables, sheet, place, depth)
             if depth < _DEEPEST and not _FLAGS_INSIDE.search(match[2]):
-                _read_pairs(match[2], line, variables, sheet, where, depth + 1)
+                _read_pairs(match[2], line, variables, sheet, place, depth + 1)
 
 
 def _read_assignment(
-    name: str, value: str, line: int, variables: dict[str, str], sheet: Sheet, where: tuple[int, int, str], depth: int
+    name: str, value: str, line: int, variables: dict[str, str], sheet: Sheet, place: tuple[int, int, str], depth: int
 ) -> None:
     """Add ``NAME=value`` as an environment variable and ``a.b=value`` as a key.
 
     If the value contains flags, those are read as arguments instead. ``variables`` are the script's constants, and
-    ``where`` is the setting's (group, block, near), see ``Setting``.
+    ``place`` is the setting's (group, block, command), see ``Setting``.
     """
     if _FLAGS_INSIDE.search(value):
         _read_nested(value, line, variables, sheet, depth, shared=True)
         return
     path = (name,) if name.isupper() else tuple(name.split("."))
-    sheet.add(Setting("env" if name.isupper() else "key", path, _value(value, variables), line, *where))
+    sheet.add(Setting("env" if name.isupper() else "key", path, _value(value, variables), line, *place))
 
 
 def _read_nested(

@@ -59,7 +59,7 @@ class Leaf(NamedTuple):
     value: Value
     line: int
     source: str = ""
-    first: int = 0  # the first line of ``source``
+    source_line: int = 0  # the first line of ``source``
 
 
 class Branch(NamedTuple):
@@ -122,7 +122,7 @@ def _walk(tree: Tree, path: tuple[str, ...], sheet: Sheet) -> None:
         for item in tree.items:
             _walk(item, path, sheet)
     elif tree.source:
-        read_line(tree.source, tree.first, sheet)
+        read_line(tree.source, tree.source_line, sheet)
 
 
 def _walk_mapping(tree: Branch, path: tuple[str, ...], sheet: Sheet) -> None:
@@ -143,9 +143,9 @@ def _read_embedded(name: str, leaf: Leaf, sheet: Sheet) -> None:
 
     ``name`` is the file's name: a script's is read as shell, any other as YAML.
     """
-    read = read_shell if name.endswith(_SCRIPTS) else read_yaml_text
+    read_text = read_shell if name.endswith(_SCRIPTS) else read_yaml_text
     try:
-        read(dedent(leaf.source), sheet, leaf.first)
+        read_text(dedent(leaf.source), sheet, leaf.source_line)
     except Unreadable as error:
         sheet.unread.append((error.line, error.reason))
 
@@ -290,14 +290,14 @@ class _TomlTree:
         self.tables, self.keys = _toml_lines(self.rows)
 
     def tree(self, value: Any, path: tuple[str, ...], line: int = 1) -> Tree:
-        """Return a parsed value as a tree with line numbers; the value stands on ``line`` or below."""
+        """Return a parsed value as a tree with line numbers; the value is on ``line`` or below."""
         if isinstance(value, dict):
             return Branch([self._item(name, child, (*path, name), line) for name, child in value.items()])
         if isinstance(value, list):
             return Series(self._items(value, path, line), line)
         text = value if isinstance(value, str) else ""
-        kept = value if isinstance(value, bool | int | float) else read_value(str(value))
-        return Leaf(kept, line, text if " " in text else "", line)
+        leaf_value = value if isinstance(value, bool | int | float) else read_value(str(value))
+        return Leaf(leaf_value, line, text if " " in text else "", line)
 
     def _item(self, name: str, child: Any, path: tuple[str, ...], line: int) -> tuple[str, int, Tree]:
         rows = self.keys.get(path) or self.tables.get(path) or []

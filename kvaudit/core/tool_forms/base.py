@@ -69,17 +69,17 @@ class ToolForm:
     def read(self, text: str, tools: Tools = ()) -> Reading:
         """Return the calls in an answer and its other text; only the first ``LONGEST_ANSWER`` characters are read."""
         text = text[:LONGEST_ANSWER]
-        found_calls, has_strange = [], False
+        found_calls, has_unstorable = [], False
         try:
             for call in self.find(text, tools):
                 if is_plain(call.arguments) and is_text(call.name):
                     found_calls.append(call)
                 else:
-                    has_strange = True
+                    has_unstorable = True
         except (ValueError, RecursionError):  # the calls before the broken one count
             pass
         calls = tuple(ToolCall(call.name, call.arguments) for call in found_calls)
-        is_broken = not calls and (has_strange or any(opening in text for opening in self.openings))
+        is_broken = not calls and (has_unstorable or any(opening in text for opening in self.openings))
         return Reading(self.words(text, found_calls), calls, is_broken)
 
 
@@ -94,13 +94,13 @@ def form_of(template: str) -> ToolForm | None:
 def is_plain(arguments: Any) -> bool:
     """Return whether a call's arguments are an object that a record can store: JSON, finite numbers, no surrogates."""
     try:
-        return isinstance(arguments, dict) and _is_shallow(arguments, _DEEPEST) and is_text(_dump(arguments))
+        return (
+            isinstance(arguments, dict)
+            and _is_shallow(arguments, _DEEPEST)
+            and is_text(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+        )
     except (ValueError, TypeError, RecursionError):
         return False
-
-
-def _dump(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def _is_shallow(value: Any, levels: int) -> bool:
@@ -160,7 +160,7 @@ def read_tagged(text: str, start: int, opening: re.Pattern[str], close: str) -> 
     return values, start
 
 
-def typed(text: str, schema: Any) -> Any:
+def parse_argument(text: str, schema: Any) -> Any:
     """Convert an argument written as text to the type in its JSON schema; if that names no type, return the text."""
     if not isinstance(schema, Mapping) or schema.get("type", "string") == "string":
         return text

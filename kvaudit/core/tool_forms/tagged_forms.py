@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from kvaudit.core.tool_forms.base import FoundCall, ToolForm, Tools, properties_of, read_tagged, typed
+from kvaudit.core.tool_forms.base import FoundCall, ToolForm, Tools, parse_argument, properties_of, read_tagged
 
 _GLM_OPEN = re.compile(r"<tool_call>\s*([\w.-]{1,200})\s*(?=<arg_key>|</tool_call>)")
 _GLM_KEY = re.compile(r"\s*<arg_key>([^<]{0,200})</arg_key>\s*<arg_value>")
@@ -28,7 +28,7 @@ class Glm(ToolForm):
             schemas = properties_of(tools, match[1])
             values, end = read_tagged(text, match.end(), _GLM_KEY, _GLM_CLOSE)
             arguments = {
-                name: typed(value, schemas[name]) if name in schemas else _json_or_text(value)
+                name: parse_argument(value, schemas[name]) if name in schemas else _json_or_text(value)
                 for name, value in values.items()
             }
             if closing := _GLM_END.match(text, end):
@@ -64,7 +64,7 @@ class QwenCoder(ToolForm):
             values, end = read_tagged(text, match.end(), _QWEN_PARAMETER, _QWEN_CLOSE)
             # the template sets every value between line breaks
             arguments = {
-                parameter: typed(value.removeprefix("\n").removesuffix("\n"), schemas.get(parameter))
+                parameter: parse_argument(value.removeprefix("\n").removesuffix("\n"), schemas.get(parameter))
                 for parameter, value in values.items()
             }
             # a function without its end is half a call

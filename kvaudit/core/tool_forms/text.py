@@ -24,6 +24,7 @@ from kvaudit.core.tool_forms.base import (
     ToolForm,
     Tools,
     call_in,
+    functions_of,
     properties_of,
 )
 
@@ -50,12 +51,11 @@ class TextForm(ToolForm):
         return False
 
     def find(self, text: str, tools: Tools) -> Iterator[FoundCall]:
-        found = list(_json_calls(text))
-        if not found and not _ATTEMPT.search(text):
-            parameters = {call: list(properties_of(tools, call)) for call in _tool_names(tools)}
-            calls = python_calls(_FENCE.sub("", text.strip()), parameters)
-            found = [FoundCall(0, len(text), call.name, plain_values(call.arguments)) for call in calls]
-        yield from found
+        calls_found = list(_json_calls(text))
+        if not calls_found and not _ATTEMPT.search(text):
+            calls = python_calls(_FENCE.sub("", text.strip()), _parameter_names(tools))
+            calls_found = [FoundCall(0, len(text), call.name, plain_values(call.arguments)) for call in calls]
+        yield from calls_found
 
     def is_attempt(self, text: str) -> bool:
         """Return whether a text in which no call can be read looks like an attempt to call."""
@@ -69,8 +69,7 @@ def list_tools(tools: Tools) -> str:
 
 def format_calls(calls: Sequence[ToolCall]) -> str:
     """Return calls as text, in the form that the prompt's instruction (FORM) asks for."""
-    rows = [{"name": call.name, "arguments": call.arguments} for call in calls]
-    return "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    return Message(Role.ASSISTANT, "", tuple(calls)).text
 
 
 def json_objects(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
@@ -95,11 +94,12 @@ def _json_calls(text: str) -> Iterator[FoundCall]:
             yield FoundCall(start, end, *call)
 
 
-def _tool_names(tools: Tools) -> list[str]:
-    return [str(tool.get("function", tool).get("name")) for tool in tools]
+def _parameter_names(tools: Tools) -> dict[str, list[str]]:
+    """Return {name of a tool: the names of its parameters in order}."""
+    return {name: list(properties_of(tools, name)) for name in functions_of(tools)}
 
 
-def python_calls(text: str, parameters: Mapping[str, Sequence[str]] | None = None) -> tuple[ToolCall, ...]:
+def python_calls(text: str, parameters: Mapping[str, Sequence[str]]) -> tuple[ToolCall, ...]:
     """Return the calls in a text that consists of Python calls, or of a list of them; () for any other text.
 
     ``parameters`` gives the names of each tool's parameters in order, for positional arguments.
@@ -108,7 +108,7 @@ def python_calls(text: str, parameters: Mapping[str, Sequence[str]] | None = Non
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about a model's Python
             body = ast.parse(text[: LONGEST_ANSWER // 10]).body
-        return tuple(_call(node, parameters or {}) for line in body for node in _nodes(line))
+        return tuple(_call(node, parameters) for line in body for node in _nodes(line))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return ()
 
@@ -147,8 +147,7 @@ class Pythonic(ToolForm):
         return _WRITES.search(template) is not None
 
     def find(self, text: str, tools: Tools) -> Iterator[FoundCall]:
-        names = [str(tool.get("function", tool).get("name")) for tool in tools]
-        calls = python_calls(_TAGS.sub("", text).strip(), {name: list(properties_of(tools, name)) for name in names})
+        calls = python_calls(_TAGS.sub("", text).strip(), _parameter_names(tools))
         for number, call in enumerate(calls):
             start = 0 if number == 0 else len(text)
             yield FoundCall(start, len(text), call.name, plain_values(call.arguments))
