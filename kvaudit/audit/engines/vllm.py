@@ -228,12 +228,14 @@ def _first_match(lines: list[str], pattern: str) -> str:
 def _max_length(settings: Settings, context: EngineContext) -> int:
     """Return the longest conversation in tokens: ``max_model_len`` if it is a plain number, or the model's limit."""
     setting = settings.get("max_model_len", "")
-    return int(setting) if setting.isdigit() else context.model.max_positions
+    return int(setting) if setting.isdecimal() else context.model.max_positions
 
 
 def _cache_gib(context: EngineContext, tokens: int) -> int:
     """Return the GiB of CPU memory that the float32 cache of one sequence of ``tokens`` tokens needs, at least 2."""
-    config = context.model.model.config.get_text_config()
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    bytes_per_token = int(config.num_hidden_layers * 2 * config.num_key_value_heads * size * 4)
+    from kvaudit.audit.cache.layers import head_size, kv_heads
+
+    config = context.model.model.config
+    layers = config.get_text_config(decoder=True).num_hidden_layers
+    bytes_per_token = layers * 2 * kv_heads(config) * head_size(config) * 4
     return max(2, math.ceil(tokens * bytes_per_token / _GIB))
