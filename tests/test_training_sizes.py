@@ -301,6 +301,19 @@ def test_what_a_pass_keeps_is_estimated_from_below_and_not_far(base: LoadedModel
     assert 0.4 * sum(sizes.values()) < estimate < sum(sizes.values()), (estimate, sum(sizes.values()))
 
 
+def test_rollouts_fill_the_cache_only_as_far_as_a_step_has_rows(base: LoadedModel) -> None:
+    whole, more, half = (
+        estimate_memory(section(arms=["dense"], prompts_per_step=8, group=4, rollout_rows=rows), base)[1].size
+        for rows in (0, 4096, 16)
+    )
+    assert whole == more == 2 * half > 0
+
+
+def test_rollouts_of_an_engine_fill_no_cache_of_ours(base: LoadedModel) -> None:
+    drawn = TrainSpec(arms=["dense"], seeds=[1], suites=["refusal"], rollouts="openvino")
+    assert estimate_memory(drawn, base)[1].size == 0
+
+
 def test_a_share_of_the_prompts_keeps_its_share(base: LoadedModel) -> None:
     whole, quarter = (
         estimate_memory(section(prompts_per_step=16, minibatches=parts), base)[2].size for parts in (1, 4)
