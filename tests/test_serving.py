@@ -226,6 +226,14 @@ def test_a_log_line_holds_no_text_of_requests(server: Server) -> None:
         ({"model": "embedded@snapvk:budget=4"}, "snapkv"),
         ({"messages": []}, "expected a list of messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "role 'robot'"),
+        (
+            {"messages": [{"role": "thought", "content": "x"}]},
+            "expected one of developer, system, user, assistant, tool",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "4 " * 5000}]},
+            "tokens and its answer up to 1, the model has 4096 positions",
+        ),
         ({"messages": [{"role": "user", "content": 7}]}, "expected text"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": 30_000}, "positions"),
