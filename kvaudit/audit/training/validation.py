@@ -34,6 +34,11 @@ MARK = "halt.json"  # in an arm's folder
 _MISMATCH = ("overlap_p5", "k3_kl")  # of the panel of the compressed sampler against the dense pass
 
 
+def is_validated(spec: ValidationSpec, done: int, steps: int) -> bool:
+    """Return whether a run validates after ``done`` of its ``steps`` steps; True after the last."""
+    return done % spec.every == 0 or done == steps
+
+
 class Validation:
     """The validation of a run on held-out items; ``trained_on`` are the questions on which the run trains."""
 
@@ -48,8 +53,8 @@ class Validation:
         self._questions = held_out(config, spec, model.chat.count_tokens, trained_on)
 
     def is_due(self, done: int) -> bool:
-        """Return whether to validate after ``done`` steps; True after the last."""
-        return done % self._spec.every == 0 or done == self._config.steps
+        """Return whether to validate after ``done`` steps."""
+        return is_validated(self._spec, done, self._config.steps)
 
     def numbers(self) -> TelemetryRow:
         """Return the validation numbers of the learner's current weights, under keys ``validation/*``."""
@@ -142,13 +147,13 @@ class EarlyStop:
 
         The state after such a step must be kept: if another arm stops there, this arm's checkpoint is made from it too.
         """
-        return done % self._spec.every == 0 or done == self._steps
+        return is_validated(self._spec, done, self._steps)
 
     def ends(self, done: int, rows: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether the arm stops after ``done`` steps, and mark it if so; ``rows`` is its telemetry so far."""
         if done == 0 or not self.is_due(done):
             return False
-        alarm = next((name for name in self._spec.stop_on if self._rang(name, rows)), None)
+        alarm = next((name for name in self._spec.stop_on if self._is_raised(name, rows)), None)
         others = [mark.step for mark in map(read_mark, self._arms) if mark is not None]
         # if another arm stopped earlier, the seed ends there or before: no need to train further
         if alarm is None and done < self._steps and min(others, default=done + 1) > done:
@@ -157,7 +162,8 @@ class EarlyStop:
             write_json(self._folder / MARK, Mark(done, alarm)._asdict())
         return True
 
-    def _rang(self, name: str, rows: Sequence[Mapping[str, Any]]) -> bool:
+    def _is_raised(self, name: str, rows: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether the alarm was raised in each of the last ``patience`` steps."""
         last = rows[-self._spec.patience :]
         return len(last) == self._spec.patience and all(row[alarm_key(name)] == 1 for row in last)
 
