@@ -436,6 +436,18 @@ def test_no_two_turns_are_drawn_by_the_same_numbers() -> None:
     assert len(set(seeds)) == 4
 
 
+def test_weights_that_cannot_be_written_are_an_error_with_its_reason(tmp_path: Path) -> None:
+    class Full(WorkerDrawer):
+        def __init__(self) -> None:
+            self._engine, self._exchange = "llama.cpp", ExchangeFolder(tmp_path)
+
+        def _write(self, weights: Any) -> tuple[Path, str]:
+            raise OSError("9 requested and 0 written")  # as numpy says it of a full disk
+
+    with pytest.raises(RunError, match=r"cannot be written into .* \(9 requested and 0 written\)"):
+        Full().push({})
+
+
 def test_an_engine_with_other_weights_than_the_learner_is_refused(here: World, tmp_path: Path) -> None:
     other = copy.deepcopy(here.model)
     with torch.no_grad():
