@@ -444,8 +444,10 @@ def test_weights_that_cannot_be_written_are_an_error_with_its_reason(tmp_path: P
         def _write(self, weights: Any) -> tuple[Path, str]:
             raise OSError("9 requested and 0 written")  # as numpy says it of a full disk
 
+    full = Full()
     with pytest.raises(RunError, match=r"cannot be written into .* \(9 requested and 0 written\)"):
-        Full().push({})
+        full.push({})
+    full._exchange.remove()
 
 
 def test_an_engine_with_other_weights_than_the_learner_is_refused(here: World, tmp_path: Path) -> None:
