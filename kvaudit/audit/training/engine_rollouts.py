@@ -39,7 +39,7 @@ from kvaudit.core.spec_train import TrainSpec
 
 T = TypeVar("T")
 # largest mean gap of a rollout between engine and replay of its store, nats a token; float32 reaches 1e-5
-FRESH, FRESH_ROUNDED = 5e-3, 0.1
+_MAX_GAP, _MAX_GAP_ROUNDED = 5e-3, 0.1
 _TRIES = 3  # of one call, with a new start of the engine each time
 _KEPT = "saved work is kept: start the run again"
 
@@ -111,7 +111,7 @@ class EngineRolloutSampler(RolloutSampler):
         engine_logprobs = rollout.sampler_logprobs[rollout.sampled].to(read.logprobs.device)  # [n] nats
         gap = float((read.logprobs - engine_logprobs).abs().mean())
         assert self._drawer is not None
-        bound = FRESH if self._drawer.exact and self._model.dtype == torch.float32 else FRESH_ROUNDED
+        bound = _MAX_GAP if self._drawer.exact and self._model.dtype == torch.float32 else _MAX_GAP_ROUNDED
         # negated, so that NaN is refused too
         if not gap <= bound:
             raise RunError(

@@ -62,16 +62,15 @@ class Validation:
         row = self._scores("dense", self._answers(Dense()))
         if policy == Dense():
             return row
-        played = self._answers(policy)
+        rows = self._answers(policy)
         # in every arm, the gap between the compressed sampler and the dense pass of the same weights
-        batch = collect(
-            [graded.rollout for graded in played], [graded.grade.score for graded in played], 1, self._model.device
-        )
+        rollouts, scores = [graded.rollout for graded in rows], [graded.grade.score for graded in rows]
+        batch = collect(rollouts, scores, 1, self._model.device)
         dense = pass_logprobs(self._model.model, batch, "dense", self._config)  # nats [B, R]
         # the numbers below do not depend on advantages, so rewards are passed in their place
         panel = mismatch_panel(batch.sampler_logprobs, dense, batch.sampled, batch.rewards[:, None])
         mismatch = {f"validation/{name}": panel[f"mismatch/{name}"] for name in _MISMATCH}
-        return row | self._scores("compressed", played) | mismatch
+        return row | self._scores("compressed", rows) | mismatch
 
     def _answers(self, policy: Policy) -> list[GradedRow]:
         """Sample one answer per item, with the same random numbers at every step."""
@@ -82,18 +81,18 @@ class Validation:
         seeds = [derive_seed("watch", config.seed, item.suite, item.item_id) for _, item in self._questions]
         return play(sampler, self._questions, decoding, seeds, at_once=at_once)
 
-    def _scores(self, view: str, played: Sequence[GradedRow]) -> TelemetryRow:
+    def _scores(self, view: str, rows: Sequence[GradedRow]) -> TelemetryRow:
         """Return each suite's mean score (None: nothing graded), and the share of degenerate or truncated answers.
 
         The keys are ``validation/VIEW/...``; ``view`` says how the model was served, uncompressed or under the policy.
         """
         row: TelemetryRow = {}
         for name in self._config.validation_suites:
-            grades = [graded.grade for graded in played if graded.item.suite == name]
+            grades = [graded.grade for graded in rows if graded.item.suite == name]
             scores = [grade.score for grade in grades if grade.score is not None]
             row[f"validation/{view}/{name}"] = sum(scores) / len(scores) if scores else None
-        lost = sum(graded.grade.outcome in (Outcome.DEGENERATE, Outcome.TRUNCATED) for graded in played)
-        return row | {f"validation/{view}/degenerate": lost / len(played)}
+        lost = sum(graded.grade.outcome in (Outcome.DEGENERATE, Outcome.TRUNCATED) for graded in rows)
+        return row | {f"validation/{view}/degenerate": lost / len(rows)}
 
 
 def held_out(
