@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from training_world import gradients, play_for_parity, rows, sampled, sha256, sharp, short, silent
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from kvaudit.audit.cache.ledger import load_ledgers
 from kvaudit.audit.replay.learner_pass import capture_states
@@ -267,6 +267,9 @@ def test_an_adapter_for_layers_that_the_model_lacks_is_refused(base: LoadedModel
         SpecError, match="has 'c_attn', which is not a linear layer of the model; known: down_proj, gate_proj"
     ):
         check_adapter(base.model, AdapterSpec(targets=("q_proj", "c_attn")))
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=2))  # its layers are convolutions
+    with pytest.raises(SpecError, match="the model has no linear layers, which an adapter needs; remove train.adapter"):
+        check_adapter(gpt2, AdapterSpec())
 
 
 def test_a_group_that_is_cut_in_rollouts_is_refused() -> None:
