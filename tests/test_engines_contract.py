@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvaudit.audit.engines import ENGINES, Condition, parse_condition, parse_serving_mode
-from kvaudit.audit.engines import base as engines_base
 from kvaudit.audit.engines.base import (
     Engine,
     EngineContext,
@@ -170,17 +169,6 @@ def test_impossible_replies_of_any_engine_are_rejected(replies: list[Reply], mes
     require_replies(REQUESTS, [Reply((), "stop", text="a text"), Reply((), "error", refused="no")], "it")
     with pytest.raises(EngineFailed, match=message):
         require_replies(REQUESTS, replies, "it")
-
-
-def test_former_names_still_work_for_plug_ins() -> None:
-    former: Any = engines_base
-    assert former.Asked is GenerationRequest
-    assert former.Work is EngineContext
-    assert REQUESTS[0].most == 3
-    spec = EngineSpec()
-    assert EngineContext(None, spec, Path("log"), 1).part is spec  # type: ignore[arg-type]
-    with pytest.raises(AttributeError, match="Nothing"):
-        _ = former.Nothing
 
 
 def test_repeated_or_empty_settings_are_rejected() -> None:

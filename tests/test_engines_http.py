@@ -248,6 +248,20 @@ def test_flags_that_kvaudit_sets_are_rejected(name: str) -> None:
         parse_condition({"engine": "vllm", name: "1"})
 
 
+@pytest.mark.parametrize(
+    ("condition", "full"),
+    [
+        ("vllm:kv_cache_dtype=fp8,calculate_kv=true", "calculate_kv_scales"),
+        ("vllm:tensor_parallel=4", "tensor_parallel_size"),
+        ("sglang:kv_cache_dt=fp8_e5m2", "kv_cache_dtype"),
+        ("sglang:tp=4", "tp_size"),
+    ],
+)
+def test_a_flag_that_kvaudit_reads_is_not_abbreviated(condition: str, full: str) -> None:
+    with pytest.raises(SpecError, match=f"abbreviates {full}; write it in full"):
+        parse_condition(condition)
+
+
 def test_settings_become_flags_and_variables() -> None:
     from kvaudit.audit.engines.http_server import command_flags, environment_variables
 

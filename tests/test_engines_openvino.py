@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from engine_world import World, world
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from kvaudit.audit.engines import ENGINES, GenerationRequest, Reply, parse_condition
 from kvaudit.audit.engines.base import EngineContext, EngineFailed
@@ -28,6 +29,7 @@ from kvaudit.core.spec_evaluate import EngineSpec
 from kvaudit.core.text import install_command
 
 pytest.importorskip("openvino_genai", reason="needs kvaudit[openvino]")
+openvino = pytest.importorskip("openvino")
 
 EVICTING = "start_size=32,recent_size=32,max_cache_size=128,snapkv_window_size=0"
 CONDITIONS = {
@@ -218,6 +220,14 @@ def test_answers_are_drawn_by_seed(here: World, logs: Path) -> None:
         first = session.answer(sampled)
         assert session.answer(sampled) == first
         assert session.answer([request._replace(seed=request.seed + 100) for request in sampled]) != first
+
+
+def test_a_model_with_as_many_key_heads_as_query_heads_is_converted(tmp_path: Path) -> None:
+    config = GPTNeoXConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    export_openvino(GPTNeoXForCausalLM(config), tmp_path)
+    operations = openvino.Core().read_model(tmp_path / "openvino_model.xml").get_ops()
+    caches = [node for node in operations if node.get_type_name() == "ReadValue"]
+    assert [node.output(0).get_partial_shape().to_string() for node in caches] == ["[?,4,?,8]"] * 4
 
 
 REPORT_TELEMETRY = """

@@ -9,13 +9,24 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import GPTNeoXConfig
 
 from kvaudit.audit.engines.base import EngineContext
-from kvaudit.audit.engines.vllm import Vllm, _flags, _learner_gpu
+from kvaudit.audit.engines.vllm import Vllm, _environment, _flags, _learner_gpu
 from kvaudit.audit.engines.weights import safetensors_folder
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
+
+
+def test_a_model_with_as_many_key_heads_as_query_heads_is_given_its_cache() -> None:
+    layers, width, positions = 4, 1024, 1 << 17
+    config = GPTNeoXConfig(hidden_size=width, num_attention_heads=8, num_hidden_layers=layers)
+    model = SimpleNamespace(model=SimpleNamespace(config=config), max_positions=positions)
+    context = EngineContext(model, EngineSpec(), Path("log"), 1)  # type: ignore[arg-type]
+    # keys and values of every layer in float32
+    assert _environment({}, context)["VLLM_CPU_KVCACHE_SPACE"] == str(2 * layers * width * 4 * positions >> 30)
+    assert _environment({"max_model_len": "²"}, context)["VLLM_CPU_KVCACHE_SPACE"] == "4"
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,10 @@ def test_inspect_generates_with_a_checkpoint_under_a_policy() -> None:
         config = GenerateConfig(max_tokens=8)
         outputs = await asyncio.gather(*(model.generate(messages, config=config) for _ in range(3)))
         assert all(output.usage.output_tokens <= 8 for output in outputs)
-        for name, value in (("top_k", 1), ("presence_penalty", 1.0), ("logprobs", True), ("num_choices", 2)):
+        for name, value in (
+            *(("top_k", 1), ("presence_penalty", 1.0), ("logprobs", True), ("num_choices", 2)),
+            *(("extra_body", {"min_p": 0.5}), ("prompt_logprobs", 1), ("effort", "low"), ("modalities", ["image"])),
+        ):
             with pytest.raises(AuditError, match=f"{name} is set"):
                 await model.generate(messages, config=GenerateConfig(**{name: value}))
         neutral = GenerateConfig(max_tokens=8, num_choices=1, presence_penalty=0.0, logprobs=False)

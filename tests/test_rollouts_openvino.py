@@ -387,7 +387,7 @@ def test_conversations_go_on_turn_after_turn_and_the_dense_pass_finds_every_draw
         run.sampler.close()
     # uncompressed and in float32: nothing but rounding lies between the two, if places and tokens are right
     assert row["engine/dense_rms"] < 2e-5
-    talks = [one for one in sampled.played if one.item.suite == "agent"]
+    talks = [one for one in sampled.graded_rows if one.item.suite == "agent"]
     turns = [_drawn_parts(one.rollout.sampled.tolist()) for one in talks]
     assert max(turns) > 1
     for one, parts in zip(talks, turns, strict=True):
@@ -414,7 +414,7 @@ def test_an_earlier_turn_was_drawn_from_other_codes_than_a_later_one_reads(here:
         _, sampled = run.step(0)
     finally:
         run.sampler.close()
-    talk = max((one.rollout for one in sampled.played), key=lambda rollout: len(rollout.turns))
+    talk = max((one.rollout for one in sampled.graded_rows), key=lambda rollout: len(rollout.turns))
     assert len(talk.turns) > 1
     assert sum(int(turn.sampled.sum()) for turn in talk.turns) == int(talk.sampled.sum())
     early, late = talk.turns[0], talk.turns[-1]
@@ -434,6 +434,20 @@ def test_no_two_turns_are_drawn_by_the_same_numbers() -> None:
     seeds = [turn_seed(5, turn) for turn in range(4)]
     assert seeds[0] == 5
     assert len(set(seeds)) == 4
+
+
+def test_weights_that_cannot_be_written_are_an_error_with_its_reason(tmp_path: Path) -> None:
+    class Full(WorkerDrawer):
+        def __init__(self) -> None:
+            self._engine, self._exchange = "llama.cpp", ExchangeFolder(tmp_path)
+
+        def _write(self, weights: Any) -> tuple[Path, str]:
+            raise OSError("9 requested and 0 written")  # as numpy says it of a full disk
+
+    full = Full()
+    with pytest.raises(RunError, match=r"cannot be written into .* \(9 requested and 0 written\)"):
+        full.push({})
+    full._exchange.remove()
 
 
 def test_an_engine_with_other_weights_than_the_learner_is_refused(here: World, tmp_path: Path) -> None:

@@ -16,13 +16,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import openai
 import pytest
 import uvicorn
+from starlette.requests import ClientDisconnect
 from typer.testing import CliRunner
 
 from kvaudit.audit.cache.store import Store
@@ -226,6 +227,14 @@ def test_a_log_line_holds_no_text_of_requests(server: Server) -> None:
         ({"model": "embedded@snapvk:budget=4"}, "snapkv"),
         ({"messages": []}, "expected a list of messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "role 'robot'"),
+        (
+            {"messages": [{"role": "thought", "content": "x"}]},
+            "expected one of developer, system, user, assistant, tool",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "4 " * 5000}]},
+            "tokens and its answer up to 1, the model has 4096 positions",
+        ),
         ({"messages": [{"role": "user", "content": 7}]}, "expected text"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": 30_000}, "positions"),
@@ -582,6 +591,33 @@ def test_a_request_after_closing_is_an_error() -> None:
     engine.close()
     with pytest.raises(RunError, match="shutting down"):
         engine.submit(read_request({"model": "embedded", "messages": CHAT}))
+
+
+@pytest.mark.parametrize("version", ["2.3", "2.4"])  # of ASGI: since 2.4 a send to nobody raises
+def test_a_client_that_leaves_before_its_stream_begins_is_logged_and_its_request_cancelled(version: str) -> None:
+    waiting = PendingAnswers()
+    lines: list[str] = []
+    server = application(cast(SamplingEngine, SimpleNamespace(submit=lambda *_: (3, waiting))), log=lines.append)
+    body = json.dumps({"model": "embedded", "messages": CHAT, "stream": True}).encode()
+
+    async def visit() -> None:
+        incoming = [{"type": "http.disconnect"}, {"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Any:
+            return incoming.pop()
+
+        async def send(_: Any) -> None:
+            if version == "2.4":
+                raise OSError
+            await asyncio.sleep(3600)
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+        with suppress(ClientDisconnect):
+            await server({**scope, "asgi": {"spec_version": version}}, receive, send)
+
+    asyncio.run(visit())
+    assert waiting.cancelled()
+    assert [line.split()[0] for line in lines] == ["499"]
 
 
 def test_a_client_that_leaves_a_stream_is_logged_and_its_request_cancelled() -> None:

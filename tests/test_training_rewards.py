@@ -17,6 +17,7 @@ from judge_world import endpoint, says
 from suite_world import TOKENS, rows_from, words, write_rows
 from test_training_contract import answered
 from training_world import parity, play_for_parity, rows, sha256, sharp, short, silent
+from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 from kvaudit.audit.judges.rubric import parse_score
 from kvaudit.audit.runs.prepare import check_reward
@@ -253,6 +254,26 @@ def test_a_label_that_the_classifier_lacks_names_those_that_it_has(
 def test_a_long_answer_is_read_in_windows_that_overlap_by_half(classifier_folder: Path) -> None:
     windows = list(Classified(str(classifier_folder), pays="ATTACK")._windows("x" * 160))
     assert [len(window) for window in windows] == [64, 64, 64, 64]
+
+
+def test_a_classifier_without_a_padding_token_reads_one_window_at_a_time(
+    played: list[GradedRow], classifier_folder: Path, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(classifier_folder)
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), num_attention_heads=2, id2label={0: "SAFE", 1: "ATTACK"}, pad_token_id=None, **sizes
+    )
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    rows = [
+        replace(played[0], transcript=(*played[0].item.messages, replace(played[0].transcript[-1], content=text)))
+        for text in ("a heron on a lake", "no")
+    ]
+    both, one = (Classified(str(tmp_path), pays="SAFE").rewards(part) for part in (rows, rows[1:]))
+    assert both[1:] == one
+    assert all(0.0 < score < 1.0 for score in both if score is not None)
 
 
 def test_a_classifier_pays_by_its_worst_window(played: list[GradedRow], classifier_folder: Path) -> None:

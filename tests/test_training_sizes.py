@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from training_world import gradients, play_for_parity, rows, sampled, sha256, sharp, short, silent
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from kvaudit.audit.cache.ledger import load_ledgers
 from kvaudit.audit.replay.learner_pass import capture_states
@@ -267,6 +267,9 @@ def test_an_adapter_for_layers_that_the_model_lacks_is_refused(base: LoadedModel
         SpecError, match="has 'c_attn', which is not a linear layer of the model; known: down_proj, gate_proj"
     ):
         check_adapter(base.model, AdapterSpec(targets=("q_proj", "c_attn")))
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=2))  # its layers are convolutions
+    with pytest.raises(SpecError, match="has no linear layers, which an adapter needs; remove"):
+        check_adapter(gpt2, AdapterSpec())
 
 
 def test_a_group_that_is_cut_in_rollouts_is_refused() -> None:
@@ -299,6 +302,19 @@ def test_what_a_pass_keeps_is_estimated_from_below_and_not_far(base: LoadedModel
         patch.setattr(SUITES.get("refusal"), "max_new_tokens", answer)
         estimate = estimate_memory(asked, base)[2].size
     assert 0.4 * sum(sizes.values()) < estimate < sum(sizes.values()), (estimate, sum(sizes.values()))
+
+
+def test_rollouts_fill_the_cache_only_as_far_as_a_step_has_rows(base: LoadedModel) -> None:
+    whole, more, half = (
+        estimate_memory(section(arms=["dense"], prompts_per_step=8, group=4, rollout_rows=rows), base)[1].size
+        for rows in (0, 4096, 16)
+    )
+    assert whole == more == 2 * half > 0
+
+
+def test_rollouts_of_an_engine_fill_no_cache_of_ours(base: LoadedModel) -> None:
+    drawn = TrainSpec(arms=["dense"], seeds=[1], suites=["refusal"], rollouts="openvino")
+    assert estimate_memory(drawn, base)[1].size == 0
 
 
 def test_a_share_of_the_prompts_keeps_its_share(base: LoadedModel) -> None:

@@ -460,6 +460,10 @@ def test_weights_are_named_by_the_files_that_they_were_loaded_from(
     with torch.no_grad():
         made.get_input_embeddings().weight[0, 0] += 1
     assert base_sha256(made) != in_memory
+    made.register_buffer("scale", torch.tensor(1.0))
+    with_scalar = base_sha256(made)
+    made.scale += 1
+    assert base_sha256(made) != with_scalar
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

@@ -127,6 +127,12 @@ def kv_heads(config: Any) -> int:
     return int(text.num_key_value_heads or text.num_attention_heads)  # None: as many as query heads
 
 
+def head_size(config: Any) -> int:
+    """Return the number of channels of a head, D."""
+    text = config.get_text_config(decoder=True)
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
 def layer_kinds(config: Any) -> list[str]:
     """Return the kind of every layer, in transformers' words, such as "full_attention" or "sliding_attention".
 

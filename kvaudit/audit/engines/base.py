@@ -55,11 +55,6 @@ class GenerationRequest(NamedTuple):
     messages: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
 
-    @property
-    def most(self) -> int:
-        """``max_tokens`` under its former name, kept for plug-ins for one release."""
-        return self.max_tokens
-
 
 def turn_seed(seed: int, turn: int) -> int:
     """Return the seed of one turn of a conversation; no two turns use the same random numbers."""
@@ -180,11 +175,6 @@ class EngineContext(NamedTuple):
     spec: EngineSpec
     log: Path
     threads: int
-
-    @property
-    def part(self) -> EngineSpec:
-        """``spec`` under its former name, kept for plug-ins for one release."""
-        return self.spec
 
 
 class Engine:
@@ -414,12 +404,3 @@ def _setting_texts(engine: str, settings: Mapping[Any, Any]) -> Settings:
             raise SpecError(f"setting {name} is {short_repr(value)}, expected a word or a number that the engine knows")
         texts[name] = text
     return texts
-
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        """Return a class by its former name, kept for plug-ins for one release."""
-        if name in (former := {"Asked": GenerationRequest, "Work": EngineContext, "Drawn": DrawnRollout}):
-            return former[name]
-        raise AttributeError(f"module {__name__} has no attribute {name}")

@@ -45,10 +45,10 @@ _R = TypeVar("_R")
 class ServerEngine(Engine):
     """An engine that is a server, whose settings are its command-line flags and environment variables.
 
-    Its Python package has the engine's ``name``. ``ours`` are the flags that kvaudit sets itself.
+    Its Python package has the engine's ``name``. ``reserved`` are the flags that kvaudit sets itself.
     """
 
-    ours: ClassVar[Collection[str]] = ()
+    reserved: ClassVar[Collection[str]] = ()
     parallel: ClassVar[Sequence[Collection[str]]] = ()  # per way of spreading over GPUs, the names of its flag
     session: ClassVar[type[ServerSession]]
 
@@ -66,8 +66,28 @@ class ServerEngine(Engine):
         if len(spelled) < len(settings):
             twice = [name for name in settings if name not in spelled]
             raise SpecError(f"engine {cls.name} has a setting twice, in two spellings: {short_text(twice[0])!r}")
-        _check_flags(cls.name, spelled, cls.ours)
+        cls._check_flags(spelled)
         return super().filled(spelled)
+
+    @classmethod
+    def _check_flags(cls, settings: Settings) -> None:
+        """Raise SpecError for a setting that kvaudit sets itself, and for one that is no flag or environment variable.
+
+        Command-line parsers accept abbreviated flags, so a reserved flag is found by its beginning, and a flag that
+        kvaudit reads (since it compresses or takes GPUs) must be written in full.
+        """
+        read = {*cls.compresses, *(name for names in cls.parallel for name in names)}
+        for name in settings:
+            if any(flag.startswith(name) for flag in cls.reserved):
+                known = ", ".join(sorted(cls.reserved))
+                raise SpecError(f"engine {cls.name}: {name} is set by kvaudit; remove it (reserved: {known})")
+            if name not in read and (full := [flag for flag in sorted(read) if flag.startswith(name)]):
+                raise SpecError(f"engine {cls.name}: {name} abbreviates {full[0]}; write it in full")
+            if not _FLAG.fullmatch(name) and not _VARIABLE.fullmatch(name):
+                raise SpecError(
+                    f"engine {cls.name}: setting {short_text(name)!r} is neither a command-line flag (kv_cache_dtype) "
+                    "nor an environment variable (VLLM_CPU_KVCACHE_SPACE)"
+                )
 
     @classmethod
     def kv(cls, text: str) -> Settings:
@@ -273,20 +293,6 @@ def ask_concurrently(ask: Callable[[_Q], _R], questions: Sequence[_Q], at_once: 
     finally:
         for future in futures:
             future.cancel()
-
-
-def _check_flags(engine: str, settings: Settings, ours: Collection[str]) -> None:
-    """Raise SpecError for a setting that is no flag or environment variable, or that kvaudit sets itself (``ours``)."""
-    for name in settings:
-        if any(flag.startswith(name) for flag in ours):  # command-line parsers accept abbreviated flags
-            raise SpecError(
-                f"engine {engine}: {name} is set by kvaudit; remove it (reserved: {', '.join(sorted(ours))})"
-            )
-        if not _FLAG.fullmatch(name) and not _VARIABLE.fullmatch(name):
-            raise SpecError(
-                f"engine {engine}: setting {short_text(name)!r} is neither a command-line flag (kv_cache_dtype) nor an "
-                "environment variable (VLLM_CPU_KVCACHE_SPACE)"
-            )
 
 
 def command_flags(settings: Settings, *, has_negation: bool = True) -> list[str]:

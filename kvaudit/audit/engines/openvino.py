@@ -145,7 +145,7 @@ class OpenVino(Engine):
         keys, values = (settings.get(name, whole) for name in _SEPARATE)
         casts = {"f32": None, "f16": Cast("float16")}
         group = settings.get("VALUE_CACHE_GROUP_SIZE", "0")
-        if not {keys, values} <= {*_CODED, *casts} or not group.isdigit():
+        if not {keys, values} <= {*_CODED, *casts} or not group.isdecimal():
             return None
         if any(name in settings for name in _UNKNOWN_STORE):
             return None

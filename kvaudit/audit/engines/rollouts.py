@@ -84,7 +84,7 @@ class WorkerDrawer(Drawer):
         except OSError as error:
             raise RunError(
                 f"the weights for engine {self._engine} cannot be written into {str(self._exchange.path)!r} "
-                f"({error.strerror}); make room there and start the run again: finished work is kept"
+                f"({error.strerror or error}); make room there and start the run again: finished work is kept"
             ) from None
         (reply,) = self._session.ask([{"push": str(path), "known": known}], "loading weights")
         path.unlink()

@@ -15,7 +15,7 @@ from kvaudit.audit.engines.base import EngineContext, GenerationRequest, Setting
 from kvaudit.audit.engines.http_server import ServerEngine, ServerSession, command_flags
 from kvaudit.core.errors import SpecError
 
-_OURS = {
+_RESERVED = {
     *("model", "model_path", "tokenizer_path", "host", "port", "served_model_name", "api_key", "config"),
     "trust_remote_code",
 }
@@ -112,7 +112,7 @@ class SgLang(ServerEngine):
         **dict.fromkeys(("quantization_param_path", "enable_hisparse", "hisparse_config"), ()),
     }
     uncompressed: ClassVar[Settings] = {"kv_cache_dtype": "auto"}
-    ours: ClassVar = _OURS
+    reserved: ClassVar = _RESERVED
     parallel: ClassVar = _PARALLEL
     always: ClassVar[Settings] = {"dtype": "bfloat16", "kv_cache_dtype": "auto"}
     session: ClassVar = SgLangSession

@@ -48,7 +48,7 @@ class TransformersCache(Engine):
     def kv(cls, text: str) -> Settings:
         """Return the settings of a quantised cache for "BACKEND-BITS", such as "quanto-4" or "hqq-2", or for "fp8"."""
         backend, _, bits = text.partition("-")
-        if not backend or (bits and not bits.isdigit()) or text.endswith("-"):
+        if not backend or (bits and not bits.isdecimal()) or text.endswith("-"):
             raise SpecError(f"engine {cls.name}: --kv is {text[:80]!r}, expected BACKEND-BITS such as quanto-4, or fp8")
         return {"cache": "quantized", "backend": backend, **({"nbits": bits} if bits else {})}
 

@@ -23,7 +23,7 @@ from kvaudit.core.errors import SpecError
 if TYPE_CHECKING:
     from kvaudit.audit.cache.engine_store import EngineStore
 
-_OURS = {"model", "tokenizer", "host", "port", "uds", "served_model_name", "api_key", "config", "trust_remote_code"}
+_RESERVED = {"model", "tokenizer", "host", "port", "uds", "served_model_name", "api_key", "config", "trust_remote_code"}
 _PARALLEL = (("tensor_parallel_size",), ("pipeline_parallel_size",), ("data_parallel_size",))
 _UNCOMPRESSED = ("auto", "float16", "bfloat16")
 _LOG_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?(INFO|WARNING|ERROR) [\d-]+ [\d:]+ \[[\w.]+:\d+\] ")
@@ -120,7 +120,7 @@ class Vllm(ServerEngine):
         **dict.fromkeys(("kv_cache_dtype_skip_layers", "calculate_kv_scales"), ()),
     }
     uncompressed: ClassVar[Settings] = {"kv_cache_dtype": "auto"}
-    ours: ClassVar = _OURS
+    reserved: ClassVar = _RESERVED
     parallel: ClassVar = _PARALLEL
     always: ClassVar[Settings] = {"dtype": "float32", "kv_cache_dtype": "auto"}
     session: ClassVar = _VllmSession
@@ -228,12 +228,14 @@ def _first_match(lines: list[str], pattern: str) -> str:
 def _max_length(settings: Settings, context: EngineContext) -> int:
     """Return the longest conversation in tokens: ``max_model_len`` if it is a plain number, or the model's limit."""
     setting = settings.get("max_model_len", "")
-    return int(setting) if setting.isdigit() else context.model.max_positions
+    return int(setting) if setting.isdecimal() else context.model.max_positions
 
 
 def _cache_gib(context: EngineContext, tokens: int) -> int:
     """Return the GiB of CPU memory that the float32 cache of one sequence of ``tokens`` tokens needs, at least 2."""
-    config = context.model.model.config.get_text_config()
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    bytes_per_token = int(config.num_hidden_layers * 2 * config.num_key_value_heads * size * 4)
+    from kvaudit.audit.cache.layers import head_size, kv_heads
+
+    config = context.model.model.config
+    layers = config.get_text_config(decoder=True).num_hidden_layers
+    bytes_per_token = int(layers * 2 * kv_heads(config) * head_size(config) * 4)
     return max(2, math.ceil(tokens * bytes_per_token / _GIB))

@@ -41,17 +41,17 @@ _SHORT = 16  # digits of a hash in a folder's name
 class EngineCheckpoint(NamedTuple):
     """A file or folder of weights in an engine's format, with a description of its origin.
 
-    ``ours`` is True if kvaudit converted it; weights that the user provides cannot be verified.
+    ``is_verified`` is False for weights that the user provides: kvaudit cannot tell whether they are the model's.
     """
 
     path: Path
     origin: str
-    ours: bool = True
+    is_verified: bool = True
 
     @property
     def described(self) -> dict[str, str]:
         """What provenance.json says about the weights: their origin, and whether kvaudit could not verify them."""
-        return {"weights": self.origin, **({} if self.ours else {NOT_SHOWN: "weights"})}
+        return {"weights": self.origin, **({} if self.is_verified else {NOT_SHOWN: "weights"})}
 
 
 def configured_weights(context: EngineContext, engine: str, file: str, expected: str) -> EngineCheckpoint | None:
@@ -65,7 +65,7 @@ def configured_weights(context: EngineContext, engine: str, file: str, expected:
     path = Path(expand(f"engines.{engine}.weights", context.spec.weights)).expanduser()
     if not (path / file if file else path).is_file():
         raise SpecError(f"engines.{engine}.weights is {str(path)!r}, expected {expected}")
-    return EngineCheckpoint(path, f"{path}, not converted here", ours=False)
+    return EngineCheckpoint(path, f"{path}, not converted here", is_verified=False)
 
 
 def convert_once(kind: str, sha256: str, method: str, convert: Callable[[Path], Mapping[str, str]]) -> EngineCheckpoint:

@@ -24,8 +24,8 @@ _UNDECIDED = 12  # characters: an error so near the end of a JSON text may only 
 _DECODER = json.JSONDecoder()
 _FENCE = "```"
 _FRAME = re.compile(r"\s*(?:```\w*\s*)?[\[(\s]*")  # possible text before a call in Python
-_CALLED = re.compile(r"\s*(?:\(|\Z)")
-_LISTED = re.compile(r"[^\W\d][\w.]*\s*(?:\(|\Z)")
+_AFTER_NAME = re.compile(r"\s*(?:\(|\Z)")  # a call's bracket, or the end of the text so far
+_ANY_CALL = re.compile(r"[^\W\d][\w.]*\s*(?:\(|\Z)")  # a call of a function with any name
 
 
 class AnswerReader:
@@ -138,10 +138,10 @@ class GrowingAnswer:
         self._may_be_python = (
             not code
             or any(
-                name.startswith(code) or (code.startswith(name) and _CALLED.match(code, len(name)) is not None)
+                name.startswith(code) or (code.startswith(name) and _AFTER_NAME.match(code, len(name)) is not None)
                 for name in self._names
             )
-            or ("[" in frame[0] and _LISTED.match(code) is not None)
+            or ("[" in frame[0] and _ANY_CALL.match(code) is not None)
         )
         return self._may_be_python
 

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from kvaudit.audit.serving.answers import AnswerReader
 from kvaudit.audit.serving.engine import PendingAnswers, QueueFull, SamplingEngine
@@ -112,21 +113,17 @@ class _Service:
         prompt_tokens, answers = await asyncio.to_thread(self._engine.submit, request, listener)
         finished = asyncio.wrap_future(answers)
 
-        async def logged_events() -> AsyncIterator[str]:
-            try:
-                async for event in _events(request, texts, finished, prompt_tokens, answers.reader):
-                    yield event
-            finally:
-                is_disconnected = not answers.done()
-                answers.abandon()
-                if is_disconnected:
-                    self._log(f"499 {_elapsed(started)}")
-                elif answers.exception() is not None:
-                    self._log(f"500 {_elapsed(started)}")
-                else:
-                    self._log_success(request, answers.result(), prompt_tokens, started)
+        def end() -> None:
+            is_disconnected = not answers.done()
+            answers.abandon()
+            if is_disconnected:
+                self._log(f"499 {_elapsed(started)}")
+            elif answers.exception() is not None:
+                self._log(f"500 {_elapsed(started)}")
+            else:
+                self._log_success(request, answers.result(), prompt_tokens, started)
 
-        return StreamingResponse(logged_events(), media_type="text/event-stream")
+        return _EventStream(_events(request, texts, finished, prompt_tokens, answers.reader), end)
 
     def _unauthorized(self, request: Request) -> Response | None:
         """Return a 401 for a request without the key, None for one with it; keys are compared in constant time."""
@@ -147,6 +144,20 @@ class _Service:
     def _log_success(self, request: ChatRequest, choices: list[Choice], prompt_tokens: int, started: float) -> None:
         new = sum(len(choice.logprobs) for choice in choices)
         self._log(f"200 {_elapsed(started)}, {prompt_tokens} prompt + {new} new tokens, {request.model[:120]!r}")
+
+
+class _EventStream(StreamingResponse):
+    """A stream of server-sent events that calls ``end`` when it is over, even if the client left before it began."""
+
+    def __init__(self, events: AsyncIterator[str], end: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._end()
 
 
 def _elapsed(started: float) -> str:

@@ -18,13 +18,12 @@ from kvaudit.audit.sampling.conversations import holds_stop, survival
 from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.sampling.sampler import Sampler
-from kvaudit.audit.serving.engine import PendingAnswers, find_stop
+from kvaudit.audit.serving.engine import DEFAULT_TOKENS, PendingAnswers, find_stop
 from kvaudit.audit.serving.wire import ChatRequest, Choice
 from kvaudit.core.errors import AuditError, RunError, SpecError
 from kvaudit.core.records import CacheUse, Role
 
-_DEFAULT_TOKENS = 512
-_PAUSE = 0.05  # seconds without a new request after which a batch begins; the tools of agents answer faster than that
+_PAUSE = 0.05  # seconds without a new request after which a batch begins; agents' tools answer faster
 
 
 class AskedPrompt(NamedTuple):
@@ -58,7 +57,7 @@ class BatchedModel:
         Raises SpecError if prompt and answer are too long for the model.
         """
         prompt = self._chat.prompt(request.messages, (), request.tools)
-        limit = request.max_tokens or _DEFAULT_TOKENS
+        limit = request.max_tokens or DEFAULT_TOKENS
         if len(prompt.ids) + limit > self._positions:
             raise SpecError(
                 f"the prompt has {len(prompt.ids)} tokens and its answer up to {limit}, the model has "
@@ -70,7 +69,7 @@ class BatchedModel:
         return len(prompt.ids), pending
 
     def close(self) -> None:
-        """Stop after the running batch; waiting requests fail."""
+        """Answer the requests that wait, then stop."""
         self._queue.put(None)
         self._thread.join()
 
@@ -132,12 +131,13 @@ def _group_requests(asked: Sequence[AskedPrompt], batch_tokens: int) -> list[lis
     batches: list[list[int]] = []
     sizes = [len(entry.prompt.ids) + entry.limit for entry in asked]
 
-    def decoded(n: int) -> tuple[float, float]:
+    def sampling(n: int) -> tuple[float, float]:
         return asked[n].request.temperature, asked[n].request.top_p
 
-    for n in sorted(range(len(asked)), key=lambda n: (decoded(n), sizes[n])):
-        shares = batches and decoded(batches[-1][0]) == decoded(n)
-        if shares and (len(batches[-1]) + 1) * sizes[n] <= batch_tokens:
+    for n in sorted(range(len(asked)), key=lambda n: (sampling(n), sizes[n])):
+        # sizes ascend, so this request would be the longest of its batch
+        fits = batches and (len(batches[-1]) + 1) * sizes[n] <= batch_tokens
+        if fits and sampling(batches[-1][0]) == sampling(n):
             batches[-1].append(n)
         else:
             batches.append([n])

@@ -28,7 +28,7 @@ from kvaudit.audit.serving.answers import AnswerReader
 from kvaudit.audit.serving.wire import ChatRequest, Choice, count_characters
 from kvaudit.core.errors import AuditError, RunError, SpecError, UnknownName
 
-_DEFAULT_TOKENS = 512
+DEFAULT_TOKENS = 512  # of an answer, if the request sets no max_tokens
 _MAX_ROWS = 4096  # of a batch over its whole life: each decoding step visits all of them
 _CLOSING = "the server is shutting down"
 _REPLACEMENT = "�"  # the decoded form of an incomplete character
@@ -152,15 +152,16 @@ class SamplingEngine:
         target = self.resolve(request.model)
         self._check_characters(request, target.model)
         prompt = target.model.chat.prompt(request.messages, (), request.tools)
-        steady = rotary_length_limit(target.model.model.config)  # beyond it a row would depend on its batch
-        positions = min(target.model.max_positions, steady or target.model.max_positions)
-        room = positions - len(prompt.ids)
-        limit = min(request.max_tokens or _DEFAULT_TOKENS, room)
-        if room < 1 or (request.max_tokens or 0) > room:
+        longest = rotary_length_limit(target.model.model.config)  # beyond it a row would depend on its batch
+        positions = min(target.model.max_positions, longest or target.model.max_positions)
+        room, wanted = positions - len(prompt.ids), request.max_tokens or 1
+        if wanted > room:
             raise SpecError(
-                f"the prompt has {len(prompt.ids)} tokens and max_tokens is {request.max_tokens}, the model has "
-                f"{positions} positions; shorten the prompt or lower max_tokens"
+                f"the prompt has {len(prompt.ids)} tokens and its answer up to {wanted}, the model has {positions} "
+                "positions; shorten the prompt or lower max_tokens"
             )
+        # without max_tokens an answer may be shorter than the default
+        limit = min(request.max_tokens or DEFAULT_TOKENS, room)
         job = _Job(request, target, prompt, limit, listener)
         job.pending.read_tools(request, target.model.chat)
         with self._lock:  # nothing may be queued after None, where it would never be answered

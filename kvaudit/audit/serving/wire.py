@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvaudit.core.errors import SpecError
-from kvaudit.core.records import CacheUse, Message, Role, ToolCall
+from kvaudit.core.records import TOKEN_ROLES, CacheUse, Message, Role, ToolCall
 from kvaudit.core.text import is_text, short_repr
 from kvaudit.core.tool_forms.base import is_plain
 
@@ -42,7 +42,7 @@ def read_tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 
 
 def read_parallel(body: Mapping[str, Any]) -> bool:
-    """Return whether an answer may have several tool calls; raise SpecError if the request's value is no boolean."""
+    """Return whether an answer may have several tool calls; raise SpecError if the request's value is not a boolean."""
     value = body.get("parallel_tool_calls")
     if not isinstance(value, bool | None):
         raise SpecError(f"parallel_tool_calls is {short_repr(value)}, expected true or false")
@@ -142,7 +142,8 @@ def count_characters(tools: Sequence[Mapping[str, Any]], calls: Sequence[ToolCal
 
 
 _MAX_TOKENS, _MAX_CHOICES, _MAX_STOPS = 32_768, 16, 16
-_ROLES = {"developer": Role.SYSTEM, **{str(role): role for role in Role}}
+# Role.THOUGHT is internal: no chat template knows it
+_ROLES = {"developer": Role.SYSTEM, **{str(role): role for role in TOKEN_ROLES}}
 # options that would change an answer in ways that this sampler does not support, with the values that change nothing
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "response_format": (None, {"type": "text"}),
@@ -346,6 +347,6 @@ def _logprobs(choice: Choice) -> dict[str, Any]:
     }
 
 
-def error_body(message: str, kind: str = "invalid_request_error") -> dict[str, Any]:
+def error_body(message: str, kind: str) -> dict[str, Any]:
     """Return the body of an error response."""
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}

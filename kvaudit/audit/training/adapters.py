@@ -143,7 +143,7 @@ def _adapted_layers(model: Any) -> dict[str, Any]:
 
 
 def check_adapter(model: Any, adapter: AdapterSpec | None) -> None:
-    """Raise SpecError for a target layer that the model lacks, and RunError if peft is not installed."""
+    """Raise SpecError for a model or a target layer that cannot be adapted, and RunError if peft is not installed."""
     if adapter is None:
         return
     try:
@@ -151,6 +151,8 @@ def check_adapter(model: Any, adapter: AdapterSpec | None) -> None:
     except ImportError:
         raise RunError(f"training an adapter needs another package: {install_command('lora')}") from None
     names = linear_layers(model)
+    if not names:
+        raise SpecError("train.adapter: the model has no linear layers, which an adapter needs; remove train.adapter")
     for target in adapter.targets:
         if target not in names:
             raise SpecError(

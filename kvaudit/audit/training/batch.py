@@ -258,13 +258,10 @@ def _group_kinds(rollouts: Sequence[Rollout], group: int) -> list[int]:
         max(len(r.engine_turns) for r in rollouts[start : start + group]) for start in range(0, len(rollouts), group)
     ]
     selections = [None if r.selection is None else (r.selection.unit, r.selection.layers) for r in leaders]
-    is_mixed = (
-        len(set(selections) - {None}) > 1
-    )  # rows without a selection can join any selection, unless there are several
-    keys = [
-        (r.codec, selection if is_mixed else None, n)
-        for r, selection, n in zip(leaders, selections, turns, strict=True)
-    ]
+    # rows without a selection can join any selection, unless there are several
+    if len(set(selections) - {None}) <= 1:
+        selections = [None] * len(leaders)
+    keys = [(r.codec, selection, n) for r, selection, n in zip(leaders, selections, turns, strict=True)]
     order = list(dict.fromkeys(keys))
     return [order.index(key) for key in keys]
 

@@ -42,7 +42,12 @@ from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import PARTIAL, read_json, sync, write_json
 from kvaudit.core.provenance import PROVENANCE, listed_files
 
-TELEMETRY = "telemetry.jsonl"  # in a checkpoint folder, one row per step
+FORMAT = 1
+TELEMETRY, CLAIM, STATE, LEDGERS = "telemetry.jsonl", "training.json", "state.json", "ledgers"
+FINAL_LEDGER = "final"
+STAGED = "final" + PARTIAL  # where a model is saved before its files are moved into place
+_TENSORS = "tensors.safetensors"
+_STATE_KEYS = {"step", "updates", "telemetry_bytes", "ledgers", "config_hash", "sha256"}
 
 
 @contextmanager
@@ -170,14 +175,6 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-FORMAT = 1
-CLAIM, STATE, LEDGERS = "training.json", "state.json", "ledgers"
-FINAL_LEDGER = "final"
-STAGED = "final" + PARTIAL  # where a model is saved before its files are moved into place
-_TENSORS = "tensors.safetensors"
-_STATE_KEYS = {"step", "updates", "telemetry_bytes", "ledgers", "config_hash", "sha256"}
-
-
 @dataclass(frozen=True)
 class Position:
     """How far a run has come: finished steps, updates, bytes of telemetry, and (name, sha256) of each ledger file."""
@@ -191,15 +188,12 @@ class Position:
 class CheckpointFolder:
     """The folder of one training run.
 
-    The constructor claims it (reserves it for one configuration), or raises RunError if it is another run's.
+    The constructor reserves it for one configuration and base model, by a file that states both (the claim). ``more``
+    adds the sha256 of input files to the claim, because the configuration only names these files. Raises RunError if
+    the folder is another run's.
     """
 
     def __init__(self, path: Path, config: AnyConfig, base_sha256: str, more: Mapping[str, str] | None = None) -> None:
-        """Reserve the folder for one configuration and base model, by a file that states both (the claim).
-
-        ``more`` adds the sha256 of input files to the claim, because the configuration only names these files. Raises
-        RunError if the folder is reserved for something else.
-        """
         self.path, self._config = path, config
         self.telemetry = TelemetryLog(path / TELEMETRY)
         self._claim = {
@@ -355,9 +349,15 @@ def write_provenance(
     config, telemetry = claim["config"], {TELEMETRY: file_sha256(folder / TELEMETRY)}
     provenance = {
         **claim,
-        **{"arm": config["arm"], "recipe": dict(recipe), "seed": config["seed"]},
-        **{"steps": position.step, "updates": position.updates, "sha256": saved["sha256"]},
-        **{"files": saved["files"] | telemetry, "ledgers": dict(position.ledgers), "versions": saved["versions"]},
+        "arm": config["arm"],
+        "recipe": dict(recipe),
+        "seed": config["seed"],
+        "steps": position.step,
+        "updates": position.updates,
+        "sha256": saved["sha256"],
+        "files": saved["files"] | telemetry,
+        "ledgers": dict(position.ledgers),
+        "versions": saved["versions"],
     }
     with guarded(folder / PROVENANCE):
         write_json(folder / PROVENANCE, provenance)

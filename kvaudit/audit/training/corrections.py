@@ -93,7 +93,7 @@ def sparse_rl(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
     rho = token_ratios(learner, sampler, mask)
     vetoed = (mask & (rho < VETO_BELOW)).any(dim=1, keepdim=True)  # [B, 1]
     keep = mask & _within(rho, SPARSE_RL_RANGE) & ~vetoed
-    weights = rho.clamp(0.0, SPARSE_RL_RANGE[1]) * keep
+    weights = rho * keep
     mean = weights.sum() / keep.sum().clamp(min=1)  # scalar; 0 where every token was masked
     return _result(weights / mean.where(mean > 0, 1.0), keep, learner, mask, vetoed=_mean(vetoed))
 

@@ -39,8 +39,8 @@ from kvaudit.core.spec_train import TrainSpec
 
 T = TypeVar("T")
 # largest mean gap of a rollout between engine and replay of its store, nats a token; float32 reaches 1e-5
-FRESH, FRESH_ROUNDED = 5e-3, 0.1
-_TRIES = 3  # per step
+_MAX_GAP, _MAX_GAP_ROUNDED = 5e-3, 0.1
+_TRIES = 3  # of one call, with a new start of the engine each time
 _KEPT = "saved work is kept: start the run again"
 
 
@@ -57,8 +57,7 @@ class EngineUse(NamedTuple):
 class EngineRolloutSampler(RolloutSampler):
     """A rollout sampler that uses an engine with the weights of ``model``; ``base`` is the model before training.
 
-    The engine starts when the first rollouts are sampled. If it dies, it is restarted, and up to _TRIES starts are
-    tried.
+    The engine starts when the first rollouts are sampled. If it dies, it is restarted; a call is tried _TRIES times.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class EngineRolloutSampler(RolloutSampler):
         engine_logprobs = rollout.sampler_logprobs[rollout.sampled].to(read.logprobs.device)  # [n] nats
         gap = float((read.logprobs - engine_logprobs).abs().mean())
         assert self._drawer is not None
-        bound = FRESH if self._drawer.exact and self._model.dtype == torch.float32 else FRESH_ROUNDED
+        bound = _MAX_GAP if self._drawer.exact and self._model.dtype == torch.float32 else _MAX_GAP_ROUNDED
         # negated, so that NaN is refused too
         if not gap <= bound:
             raise RunError(
@@ -138,8 +137,8 @@ class EngineRolloutSampler(RolloutSampler):
 
     def _start(self) -> Drawer:
         if self._drawer is None:
-            work = EngineContext(self._base, self._use.spec, self._log, torch.get_num_threads())
-            self._drawer = ENGINES.get(self._condition.engine).drawer(dict(self._condition.settings), work)
+            context = EngineContext(self._base, self._use.spec, self._log, torch.get_num_threads())
+            self._drawer = ENGINES.get(self._condition.engine).drawer(dict(self._condition.settings), context)
             self._use.on_start(self._condition, self._drawer.described)
         return self._drawer
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn import Linear
 
 from kvaudit.audit.cache.attention import find_decoder
-from kvaudit.audit.cache.layers import kv_heads, layer_plans
+from kvaudit.audit.cache.layers import head_size, kv_heads, layer_plans
 from kvaudit.audit.policies import Dense
 from kvaudit.audit.sampling.memory import free_bytes
 from kvaudit.audit.sampling.model import LoadedModel
@@ -53,30 +53,30 @@ def estimate_memory(section: TrainSpec, model: LoadedModel) -> tuple[MemoryUse, 
     answer = max(SUITES.get(name)().answer_tokens for name in section.suites)
     row = section.context_tokens + answer  # tokens of one rollout at full length
     # prompts whose rollouts are in the cache at once
-    prompts = section.rollout_rows // section.group or section.prompts_per_step
-    has_dense = any(get_arm(arm).rollout == "dense" for arm in section.arms)
-    cache = prompts * section.group * _cache_bytes(model, row) if has_dense else 0
-    group = section.context_tokens + section.group * answer  # tokens of a group, whose prompt is passed once
+    prompts = min(section.rollout_rows // section.group or section.prompts_per_step, section.prompts_per_step)
+    # an engine that samples has a cache of its own
+    fills_cache = section.rollouts is None and any(get_arm(arm).rollout == "dense" for arm in section.arms)
+    cache = prompts * section.group * _cache_bytes(model, row) if fills_cache else 0
+    group_tokens = section.context_tokens + section.group * answer  # the prompt is passed once
     groups = section.prompts_per_step // section.minibatches
-    smallest = group if LOSSES.get(section.loss).whole_groups else row
+    smallest = group_tokens if LOSSES.get(section.loss).whole_groups else row
     # gradients are taken by halves, so a microbatch has at most the larger half
-    tokens = min((groups - groups // 2) * group, max(section.microbatch_tokens, smallest))
-    suffix_tokens = tokens * section.group * answer // group
+    tokens = min((groups - groups // 2) * group_tokens, max(section.microbatch_tokens, smallest))
+    suffix_tokens = tokens * section.group * answer // group_tokens
     # only suffix queries keep attention weights: prompts are plain causal; evictions while prefilling are ignored
     numbers = _activations(model.model, tokens, suffix_tokens * row, checkpointing=section.gradient_checkpointing)
     vocabulary = int(model.model.config.get_text_config(decoder=True).vocab_size)
     # logits, their log-softmax and its gradient: 12 bytes
     activations = numbers * model.dtype.itemsize + min(suffix_tokens * vocabulary, LOGITS_PER_PIECE) * 12
-    fewer = (
-        "set train.adapter, or shard the model with kvaudit.trl"
-        if section.adapter is None
-        else "lower train.adapter.rank"
-    )
-    recompute = "" if section.gradient_checkpointing else "set train.gradient_checkpointing, or "
+    if section.adapter is None:
+        remedy = "set train.adapter, or shard the model with kvaudit.trl"
+    else:
+        remedy = "lower train.adapter.rank"
+    checkpointing = "" if section.gradient_checkpointing else "set train.gradient_checkpointing, or "
     return (
-        MemoryUse("weights, gradients and moments", _learning_bytes(section, model), fewer),
+        MemoryUse("weights, gradients and moments", _learning_bytes(section, model), remedy),
         MemoryUse("the rollouts' caches", cache, "lower train.rollout_rows or train.context_tokens"),
-        MemoryUse("activations of a learner's pass", activations, f"{recompute}lower train.microbatch_tokens"),
+        MemoryUse("activations of a learner's pass", activations, f"{checkpointing}lower train.microbatch_tokens"),
     )
 
 
@@ -99,11 +99,10 @@ def _learning_bytes(section: TrainSpec, model: LoadedModel) -> int:
 
 def _cache_bytes(model: LoadedModel, row: int) -> int:
     """Return the bytes of the keys and values of ``row`` tokens; a layer with a window holds at most its window."""
-    config = model.model.config.get_text_config(decoder=True)
-    size = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
-    plans = layer_plans(model.model.config, Dense())
+    config = model.model.config
+    plans = layer_plans(config, Dense())
     entries = sum(min(row, plan.sliding_window or row) for plan in plans if plan.has_entries)
-    return int(2 * entries * kv_heads(model.model.config) * size * model.dtype.itemsize)
+    return 2 * entries * kv_heads(config) * head_size(config) * model.dtype.itemsize
 
 
 def _activations(model: Any, tokens: int, pairs: int, *, checkpointing: bool) -> int:

@@ -104,7 +104,7 @@ def _train_steps(run: TrainingRun, folder: CheckpointFolder, progress: Progress,
         progress(done, config.steps, rows[-1])
     if early_stop is not None:
         folder.drop_ledgers_beyond(position)
-    if config.keeps_ledger(config.ledger_every):
+    if config.rollouts is None and config.ledger_every:
         final = write(FINAL_LEDGER, run.sampler.sample_final(position.step))
         position = replace(position, ledgers=position.ledgers + final)
     folder.finish(run.model, position)

@@ -17,7 +17,7 @@ from kvaudit.core.alarms import MISMATCH_BOUNDS, Bound
 THIRDS = ("first_third", "middle_third", "last_third")
 SIGNS = ("positive", "zero", "negative")
 _MAX_EXACT = 1 << 20  # values kept exactly, 8 MiB
-_CELLS = 1 << 20  # of [0, 1], for more values than that
+_BINS = 1 << 20  # of the histogram over [0, 1] that replaces them when there are more
 
 
 def mismatch_panel(sampler: Tensor, learner: Tensor, mask: Tensor, advantages: Tensor) -> dict[str, float | None]:
@@ -142,25 +142,25 @@ class PercentileCounter:
     def __init__(self) -> None:
         self._values: list[Tensor] = []
         self._count = 0
-        self._cells: Tensor | None = None  # [_CELLS] int64
+        self._bin_counts: Tensor | None = None  # [_BINS] int64
 
     def add(self, values: Tensor) -> None:
         """Add values [n]."""
         self._values.append(values)
         self._count += len(values)
-        if self._cells is not None or self._count > _MAX_EXACT:
-            places = (torch.cat(self._values) * _CELLS).long().clamp(max=_CELLS - 1)
-            counts = torch.bincount(places, minlength=_CELLS)
-            self._cells = counts if self._cells is None else self._cells + counts
+        if self._bin_counts is not None or self._count > _MAX_EXACT:
+            bins = (torch.cat(self._values) * _BINS).long().clamp(max=_BINS - 1)
+            counts = torch.bincount(bins, minlength=_BINS)
+            self._bin_counts = counts if self._bin_counts is None else self._bin_counts + counts
             self._values, self._count = [], 0
 
     def percentile(self, share: float) -> float | None:
         """Return the quantile at ``share``, interpolated while values are exact; None without values."""
-        if self._cells is not None:
-            cumulative = self._cells.cumsum(0)  # [_CELLS]
-            # the middle of the cell with that rank is off by 5e-7 at most
-            cell = int(torch.searchsorted(cumulative, share * (int(cumulative[-1]) - 1), right=True))
-            return (cell + 0.5) / _CELLS
+        if self._bin_counts is not None:
+            cumulative = self._bin_counts.cumsum(0)  # [_BINS]
+            # the middle of the bin with that rank is off by 5e-7 at most
+            index = int(torch.searchsorted(cumulative, share * (int(cumulative[-1]) - 1), right=True))
+            return (index + 0.5) / _BINS
         return float(torch.quantile(torch.cat(self._values), share)) if self._count else None
 
 

@@ -30,7 +30,7 @@ from kvaudit.audit.training.rewards.base import RewardFn
 class StepRollouts:
     """The graded rollouts of a step, ordered by group (one question each), their rewards, and each group's policy."""
 
-    played: list[GradedRow]
+    graded_rows: list[GradedRow]
     rewards: list[float | None]
     policies: list[Policy]
     resampled_groups: int = 0  # groups sampled once more because all their rewards were equal
@@ -38,7 +38,7 @@ class StepRollouts:
     @property
     def rollouts(self) -> list[Rollout]:
         """The rollouts, in order."""
-        return [row.rollout for row in self.played]
+        return [row.rollout for row in self.graded_rows]
 
 
 class RolloutSampler:
@@ -66,8 +66,8 @@ class RolloutSampler:
         """Return a step's rollouts; groups with equal rewards are sampled again in up to ``resample`` rounds."""
         size, questions, resampled = self._config.group, self._questions[step], 0
         policies = group_policies(self._config, step)
-        played = self._play(questions, policies, row_seeds(self._config, step))
-        rewards = list(self._reward(played))
+        graded_rows = self._play(questions, policies, row_seeds(self._config, step))
+        rewards = list(self._reward(graded_rows))
         for attempt in range(1, (self._config.resample or 0) + 1):
             # groups with equal rewards have no advantage and teach nothing
             flat = [n for n in range(len(questions)) if has_equal_rewards(rewards[n * size : (n + 1) * size])]
@@ -77,10 +77,10 @@ class RolloutSampler:
             rows = [row for n in flat for row in range(n * size, (n + 1) * size)]
             # under the policy already drawn: a new draw would favour policies whose rewards differ
             fresh = self._play([questions[n] for n in flat], [policies[n] for n in flat], [seeds[row] for row in rows])
-            for row, rollout, reward in zip(rows, fresh, self._reward(fresh), strict=True):
-                played[row], rewards[row] = rollout, reward
+            for row, graded, reward in zip(rows, fresh, self._reward(fresh), strict=True):
+                graded_rows[row], rewards[row] = graded, reward
             resampled += len(flat)
-        return StepRollouts(played, rewards, policies, resampled)
+        return StepRollouts(graded_rows, rewards, policies, resampled)
 
     def sample_final(self, steps: int) -> StepRollouts:
         """Sample the questions of step ``steps``, the last one, with the finished weights; rewards are None.
@@ -88,8 +88,8 @@ class RolloutSampler:
         The checkpoint is verified against these rollouts, since the weights of earlier ones are not kept.
         """
         policies = group_policies(self._config, steps)
-        played = self._play(self._questions[steps - 1], policies, row_seeds(self._config, steps))
-        return StepRollouts(played, [None] * len(played), policies)
+        graded_rows = self._play(self._questions[steps - 1], policies, row_seeds(self._config, steps))
+        return StepRollouts(graded_rows, [None] * len(graded_rows), policies)
 
     def _play(
         self, questions: Sequence[TrainingItem], policies: Sequence[Policy], seeds: Sequence[int]
@@ -105,8 +105,8 @@ class RolloutSampler:
             # policy by policy, because all rows of a cache share its schedule
             members = [n for n, drawn in enumerate(policies) if drawn == policy]
             rows = [seeds[n * size + member] for n in members for member in range(size)]
-            played = play(sampler, [questions[n] for n in members], decoding, rows, group=size, at_once=at_once)
-            by_question |= {n: played[start * size : (start + 1) * size] for start, n in enumerate(members)}
+            graded_rows = play(sampler, [questions[n] for n in members], decoding, rows, group=size, at_once=at_once)
+            by_question |= {n: graded_rows[start * size : (start + 1) * size] for start, n in enumerate(members)}
         return [row for n in range(len(questions)) for row in by_question[n]]
 
 
@@ -126,7 +126,7 @@ def rollouts_by_policy(
     size, mixed = config.group, len(config.rollout_policy.draws) > 1
     for policy in dict.fromkeys(sampled.policies):
         groups = [n for n, drawn in enumerate(sampled.policies) if drawn == policy]
-        rows = [sampled.played[n * size + member].rollout for n in groups for member in range(size)]
+        rows = [sampled.graded_rows[n * size + member].rollout for n in groups for member in range(size)]
         yield ledger_stem(stem, policy, mixed=mixed), policy, rows
 
 

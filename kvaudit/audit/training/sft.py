@@ -134,7 +134,7 @@ def check_reward_on_gold(config: RewardConfig, questions: Sequence[tuple[Suite, 
         return
     scored = [(suite, item) for suite, item in questions if suite.name in config.reward_suites]
     rows = [_gold_row(model, suite, item) for suite, item in scored if type(suite).gold is not Suite.gold]
-    if config.uses_grade_only or not rows:
+    if not rows:
         return
     scores = check_scores(config.reward, config.reward.rewards(rows), len(rows))
     # a single score suffices: some gold answers are hard to read

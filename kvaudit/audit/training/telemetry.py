@@ -78,9 +78,9 @@ def step_row(
     ``replayed`` [B, R] are the learner's log-probs with the cache that the sampler had; None at steps without this
     check.
     """
-    played, rewards = sampled.played, sampled.rewards
+    rows, rewards = sampled.graded_rows, sampled.rewards
     row: TelemetryRow = {"step": step}
-    row |= reward_numbers(played, rewards, config) | learning_numbers(learned) | memory_numbers(played, batch)
+    row |= reward_numbers(rows, rewards, config) | learning_numbers(learned) | memory_numbers(rows, batch)
     row |= mismatch_panel(batch.sampler_logprobs, learned.logprobs, batch.sampled, learned.advantages)
     row |= certificate(batch.sampler_logprobs, replayed, batch.sampled, learned.advantages)
     row["groups_sampled_again"] = sampled.resampled_groups
@@ -90,22 +90,22 @@ def step_row(
     return row
 
 
-def reward_numbers(played: Sequence[GradedRow], rewards: Sequence[float | None], config: TrainConfig) -> TelemetryRow:
+def reward_numbers(rows: Sequence[GradedRow], rewards: Sequence[float | None], config: TrainConfig) -> TelemetryRow:
     """Return mean rewards, overall and by suite, the share of equal-reward groups, and that of unusable answers."""
     graded = [reward for reward in rewards if reward is not None]
     groups = [rewards[start : start + config.group] for start in range(0, len(rewards), config.group)]
-    outcomes = [row.grade.outcome for row in played]
+    outcomes = [row.grade.outcome for row in rows]
     row: TelemetryRow = {
         "reward_mean": _mean(graded),
         "reward_std": statistics.pstdev(graded) if graded else None,
         "frac_reward_zero_std": _mean([has_equal_rewards(group) for group in groups]),
-        "frac_degenerate": sum(map(outcomes.count, (Outcome.DEGENERATE, Outcome.TRUNCATED))) / len(played),
-        "frac_truncated": outcomes.count(Outcome.TRUNCATED) / len(played),
-        "frac_unscored": rewards.count(None) / len(played),
-        "length_mean": _mean([row.new_tokens for row in played]),
+        "frac_degenerate": sum(map(outcomes.count, (Outcome.DEGENERATE, Outcome.TRUNCATED))) / len(rows),
+        "frac_truncated": outcomes.count(Outcome.TRUNCATED) / len(rows),
+        "frac_unscored": rewards.count(None) / len(rows),
+        "length_mean": _mean([row.new_tokens for row in rows]),
     }
     for name in config.suites:
-        suite_rewards = [reward for row, reward in zip(played, rewards, strict=True) if row.item.suite == name]
+        suite_rewards = [reward for row, reward in zip(rows, rewards, strict=True) if row.item.suite == name]
         row[f"reward/{name}"] = _mean([reward for reward in suite_rewards if reward is not None])
     return row
 
@@ -125,7 +125,7 @@ def learning_numbers(learned: LearningResult) -> TelemetryRow:
     }
 
 
-def memory_numbers(played: Sequence[GradedRow], batch: Batch) -> TelemetryRow:
+def memory_numbers(rows: Sequence[GradedRow], batch: Batch) -> TelemetryRow:
     """Return token counts, the peak bytes of the rollouts' caches, and what compression saved.
 
     The saving is the share of a full cache's entries that decoding did not have to read.
@@ -134,7 +134,7 @@ def memory_numbers(played: Sequence[GradedRow], batch: Batch) -> TelemetryRow:
     seen, dense = (sum(counts) for counts in zip(*map(entries_seen, rollouts), strict=True))
     return {
         "learner_tokens": batch.learner_tokens,
-        "prompt_tokens_mean": _mean([row.prompt_tokens for row in played]),
+        "prompt_tokens_mean": _mean([row.prompt_tokens for row in rows]),
         "kv_bytes_peak": sum(rollout.kv_bytes_peak for rollout in rollouts),
         "kv_bytes_dense": sum(rollout.kv_bytes_dense for rollout in rollouts),
         "token_savings": 1.0 - seen / dense if dense else None,

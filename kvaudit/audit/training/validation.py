@@ -34,6 +34,11 @@ MARK = "halt.json"  # in an arm's folder
 _MISMATCH = ("overlap_p5", "k3_kl")  # of the panel of the compressed sampler against the dense pass
 
 
+def is_validated(spec: ValidationSpec, done: int, steps: int) -> bool:
+    """Return whether a run validates after ``done`` of its ``steps`` steps; True after the last."""
+    return done % spec.every == 0 or done == steps
+
+
 class Validation:
     """The validation of a run on held-out items; ``trained_on`` are the questions on which the run trains."""
 
@@ -48,8 +53,8 @@ class Validation:
         self._questions = held_out(config, spec, model.chat.count_tokens, trained_on)
 
     def is_due(self, done: int) -> bool:
-        """Return whether to validate after ``done`` steps; True after the last."""
-        return done % self._spec.every == 0 or done == self._config.steps
+        """Return whether to validate after ``done`` steps."""
+        return is_validated(self._spec, done, self._config.steps)
 
     def numbers(self) -> TelemetryRow:
         """Return the validation numbers of the learner's current weights, under keys ``validation/*``."""
@@ -57,16 +62,15 @@ class Validation:
         row = self._scores("dense", self._answers(Dense()))
         if policy == Dense():
             return row
-        played = self._answers(policy)
+        rows = self._answers(policy)
         # in every arm, the gap between the compressed sampler and the dense pass of the same weights
-        batch = collect(
-            [graded.rollout for graded in played], [graded.grade.score for graded in played], 1, self._model.device
-        )
+        rollouts, scores = [graded.rollout for graded in rows], [graded.grade.score for graded in rows]
+        batch = collect(rollouts, scores, 1, self._model.device)
         dense = pass_logprobs(self._model.model, batch, "dense", self._config)  # nats [B, R]
         # the numbers below do not depend on advantages, so rewards are passed in their place
         panel = mismatch_panel(batch.sampler_logprobs, dense, batch.sampled, batch.rewards[:, None])
         mismatch = {f"validation/{name}": panel[f"mismatch/{name}"] for name in _MISMATCH}
-        return row | self._scores("compressed", played) | mismatch
+        return row | self._scores("compressed", rows) | mismatch
 
     def _answers(self, policy: Policy) -> list[GradedRow]:
         """Sample one answer per item, with the same random numbers at every step."""
@@ -77,18 +81,18 @@ class Validation:
         seeds = [derive_seed("watch", config.seed, item.suite, item.item_id) for _, item in self._questions]
         return play(sampler, self._questions, decoding, seeds, at_once=at_once)
 
-    def _scores(self, view: str, played: Sequence[GradedRow]) -> TelemetryRow:
+    def _scores(self, view: str, rows: Sequence[GradedRow]) -> TelemetryRow:
         """Return each suite's mean score (None: nothing graded), and the share of degenerate or truncated answers.
 
         The keys are ``validation/VIEW/...``; ``view`` says how the model was served, uncompressed or under the policy.
         """
         row: TelemetryRow = {}
         for name in self._config.validation_suites:
-            grades = [graded.grade for graded in played if graded.item.suite == name]
+            grades = [graded.grade for graded in rows if graded.item.suite == name]
             scores = [grade.score for grade in grades if grade.score is not None]
             row[f"validation/{view}/{name}"] = sum(scores) / len(scores) if scores else None
-        lost = sum(graded.grade.outcome in (Outcome.DEGENERATE, Outcome.TRUNCATED) for graded in played)
-        return row | {f"validation/{view}/degenerate": lost / len(played)}
+        lost = sum(graded.grade.outcome in (Outcome.DEGENERATE, Outcome.TRUNCATED) for graded in rows)
+        return row | {f"validation/{view}/degenerate": lost / len(rows)}
 
 
 def held_out(
@@ -142,13 +146,13 @@ class EarlyStop:
 
         The state after such a step must be kept: if another arm stops there, this arm's checkpoint is made from it too.
         """
-        return done % self._spec.every == 0 or done == self._steps
+        return is_validated(self._spec, done, self._steps)
 
     def ends(self, done: int, rows: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether the arm stops after ``done`` steps, and mark it if so; ``rows`` is its telemetry so far."""
         if done == 0 or not self.is_due(done):
             return False
-        alarm = next((name for name in self._spec.stop_on if self._rang(name, rows)), None)
+        alarm = next((name for name in self._spec.stop_on if self._is_raised(name, rows)), None)
         others = [mark.step for mark in map(read_mark, self._arms) if mark is not None]
         # if another arm stopped earlier, the seed ends there or before: no need to train further
         if alarm is None and done < self._steps and min(others, default=done + 1) > done:
@@ -157,7 +161,8 @@ class EarlyStop:
             write_json(self._folder / MARK, Mark(done, alarm)._asdict())
         return True
 
-    def _rang(self, name: str, rows: Sequence[Mapping[str, Any]]) -> bool:
+    def _is_raised(self, name: str, rows: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether the alarm was raised in each of the last ``patience`` steps."""
         last = rows[-self._spec.patience :]
         return len(last) == self._spec.patience and all(row[alarm_key(name)] == 1 for row in last)
 

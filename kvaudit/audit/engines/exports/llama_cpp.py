@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvaudit.audit.cache.layers import head_size
 from kvaudit.audit.policies.q4_0 import hadamard
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.text import install_command
@@ -97,7 +98,7 @@ def _family(config: Any) -> _Family:
 
 
 def _write_metadata(writer: Any, config: Any) -> None:
-    size = _head_size(config)
+    size = head_size(config)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -140,7 +141,7 @@ def _interleave(weight: Tensor, heads: int) -> Tensor:
 
 def _rope_factors(model: Any, family: _Family) -> Tensor | None:
     """Return the factors [D / 2] by which the model's rotary frequencies are scaled down, None if they are unscaled."""
-    rotary, size = model.get_decoder().rotary_emb, _head_size(model.config)
+    rotary, size = model.get_decoder().rotary_emb, head_size(model.config)
     if rotary.attention_scaling != 1 or rotary.inv_freq.shape != (size // 2,):
         raise _unsupported(f"its {rotary.rope_type} positions rotate only a part of a head, or scale attention")
     theta = model.config.rope_parameters["rope_theta"]
@@ -151,10 +152,6 @@ def _rope_factors(model: Any, family: _Family) -> Tensor | None:
     if rotary.rope_type not in ("llama3", "linear") or not family.is_interleaved:
         raise _unsupported(f"{family.arch.lower()} has no positions of the kind {rotary.rope_type} there")
     return factors.float()
-
-
-def _head_size(config: Any) -> int:
-    return int(config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads)
 
 
 def _unsupported(reason: str) -> SpecError:
@@ -174,7 +171,7 @@ class HeadLayout(NamedTuple):
 
 def cache_layout(config: Any, *, keys_rotated: bool, values_rotated: bool) -> HeadLayout:
     """Return the layout of a head in llama.cpp's cache of this model; raise SpecError for an unsupported model."""
-    return HeadLayout(_head_size(config), _family(config).is_interleaved, keys_rotated, values_rotated)
+    return HeadLayout(head_size(config), _family(config).is_interleaved, keys_rotated, values_rotated)
 
 
 def read_state(raw: Any, layout: HeadLayout) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from kvaudit.audit.cache.layers import head_size, kv_heads
 from kvaudit.core.errors import SpecError
 
 OPENVINO_METHOD = "float32, traced 1"  # see ``convert_once``; another number for another conversion
@@ -60,7 +61,8 @@ def export_openvino(model: Any, folder: Path) -> dict[str, str]:
     import openvino as ov
 
     network = _stock_model(model)
-    heads, size, layers = _cache_shape(network)
+    heads, size = kv_heads(network.config), head_size(network.config)
+    layers = network.config.get_text_config(decoder=True).num_hidden_layers
     past = [torch.zeros(_ROWS, heads, _SEEN, size) for _ in range(2 * layers)]  # each [B, H, T, D]
     example = (
         torch.ones(_ROWS, _NEW, dtype=torch.int64),
@@ -98,12 +100,6 @@ def _stock_model(model: Any) -> Any:
         module, _, buffer_name = name.rpartition(".")
         network.get_submodule(module).register_buffer(buffer_name, buffer.detach().float().cpu(), persistent=False)
     return network.eval()
-
-
-def _cache_shape(model: Any) -> tuple[int, int, int]:
-    config = model.config.get_text_config()
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_key_value_heads, size, config.num_hidden_layers
 
 
 def _make_stateful(traced: Any, heads: int, size: int, layers: int) -> None:

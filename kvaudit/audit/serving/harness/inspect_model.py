@@ -1,10 +1,9 @@
 """Models of Inspect that kvaudit answers: ``kvaudit/CHECKPOINT@POLICY`` samples with a compressed cache.
 
 The checkpoint is a folder, a hub id or ``embedded`` (the small model that ships); in the policy write ";" for ",", as
-in ``kvaudit/embedded@snapkv:budget=96;window=8``. Waiting requests share a batch,
-as in ``kvaudit serve``; unsupported options are an error. ``ConditionAPI`` is the model class that a run uses when
-Inspect asks a suite: it answers under a policy or by a serving engine, with seeds that follow from sample, epoch and
-turn.
+in ``kvaudit/embedded@snapkv:budget=96;window=8``. Waiting requests share a batch, as in ``kvaudit serve``;
+unsupported options are an error. ``ConditionAPI`` is the model class that a run uses when Inspect asks a suite: it
+answers under a policy or by a serving engine, with seeds that follow from sample, epoch and turn.
 """
 
 from __future__ import annotations
@@ -45,10 +44,11 @@ from kvaudit.core.errors import AuditError, SpecError
 _ABOUT, _USE, _FORM = "kvaudit", "cache", "tool_form"  # keys in the metadata of an output
 _CONNECTIONS = 32  # Inspect's default number of concurrent requests
 _NAME = "served"
-_REASONS = {"length": "max_tokens", "tool_calls": "tool_calls"}  # of a stop, as Inspect calls it
+_REASONS = {"length": "max_tokens", "tool_calls": "tool_calls"}  # why an answer ended -> Inspect's word for it
 _UNSUPPORTED = (
     *("frequency_penalty", "presence_penalty", "logit_bias", "top_k", "response_schema", "logprobs", "top_logprobs"),
-    *("reasoning_effort", "reasoning_tokens"),
+    *("reasoning_effort", "reasoning_tokens", "reasoning_mode", "effort", "verbosity", "modalities", "prompt_logprobs"),
+    "extra_body",
 )
 _COUNTS = ("num_choices", "best_of")  # supported only with 1
 
@@ -270,8 +270,7 @@ _TRIAL = (ChatMessageUser(content="."),)
 def _check_settings(config: GenerateConfig) -> None:
     """Raise SpecError for settings that kvaudit's samplers do not support."""
     settings = config.model_dump()
-    # 0 and False are off, but 1 is a penalty, and True asks for log-probs
-    names = [name for name in _UNSUPPORTED if settings.get(name) not in (None, False)]
+    names = [name for name in _UNSUPPORTED if settings.get(name)]
     names += [name for name in _COUNTS if settings.get(name) not in (None, 1)]
     if names:
         raise SpecError(f"{names[0]} is set, which this sampler does not support; leave it out")

@@ -156,14 +156,14 @@ class RewardConfig:
 
         A judge's answers are stored in ``folder`` (see ``Reward.kept_in``).
         """
-        parts = [(reward, reward.kept_in(folder), reward is self.reward) for reward in (self.reward, SuiteGrade())]
+        functions = [(reward, reward.kept_in(folder)) for reward in (self.reward, SuiteGrade())]
 
         def score(rows: GradedRows) -> list[float | None]:
             scores: list[float | None] = [None] * len(rows)
-            for reward, function, is_paid in parts:
-                places = [n for n, row in enumerate(rows) if (row.item.suite in self.reward_suites) is is_paid]
-                part = function([rows[n] for n in places]) if places else []
-                for n, value in zip(places, check_scores(reward, part, len(places)), strict=True):
+            for (reward, function), in_reward_suites in zip(functions, (True, False), strict=True):
+                places = [n for n, row in enumerate(rows) if (row.item.suite in self.reward_suites) is in_reward_suites]
+                values = function([rows[n] for n in places]) if places else []
+                for n, value in zip(places, check_scores(reward, values, len(places)), strict=True):
                     scores[n] = value
             return scores
 
@@ -192,19 +192,21 @@ def check_scores(reward: Reward, scores: Any, count: int) -> list[float | None]:
 def parse_reward(written: str | Mapping[str, Any], suites: Sequence[str]) -> RewardConfig:
     """Parse a train section's ``reward``; raises SpecError, or UnknownName with a suggestion."""
     options = {written: None} if isinstance(written, str) else dict(written)
-    paid = options.pop("suites", list(suites))
+    reward_suites = options.pop("suites", list(suites))
     names = [key for key in options if key in REWARDS.all()]
     if not names:
         raise UnknownName("reward", next(iter(options), ""), REWARDS.all())
     if len(names) > 1:
         raise SpecError(f"train.reward names {' and '.join(names)}, wanted one reward")
-    if not isinstance(paid, list) or not paid:
-        raise SpecError(f"train.reward.suites is {short_repr(paid)}, wanted a list of suites that are trained on")
-    for name in paid:
+    if not isinstance(reward_suites, list) or not reward_suites:
+        raise SpecError(
+            f"train.reward.suites is {short_repr(reward_suites)}, wanted a list of suites that are trained on"
+        )
+    for name in reward_suites:
         if name not in suites:
             raise UnknownName("suite in train.reward.suites", short_repr(name), suites)
     value = options.pop(names[0])
-    return RewardConfig(REWARDS.get(names[0]).of(value, options), tuple(suites), tuple(dict.fromkeys(paid)))
+    return RewardConfig(REWARDS.get(names[0]).of(value, options), tuple(suites), tuple(dict.fromkeys(reward_suites)))
 
 
 @dataclass(frozen=True)

@@ -82,13 +82,20 @@ class Classified(Reward):
     def _classify(self, windows: Sequence[list[int]]) -> list[float]:
         """Return the probability of the labels per window, in batches of windows of similar length."""
         import torch
+        from transformers import BatchEncoding
 
         loaded, probabilities = self._loaded, [0.0] * len(windows)
         order = sorted(range(len(windows)), key=lambda number: len(windows[number]))
-        for start in range(0, len(order), _BATCH):
-            numbers = order[start : start + _BATCH]
+        # many classifiers made from a causal model have no padding token, and read one window at a time
+        pads = None not in (loaded.tokenizer.pad_token_id, loaded.model.config.pad_token_id)
+        size = _BATCH if pads else 1
+        for start in range(0, len(order), size):
+            numbers = order[start : start + size]
             ids = {"input_ids": [windows[n] for n in numbers]}
-            batch = loaded.tokenizer.pad(ids, return_attention_mask=True, return_tensors="pt")
+            if pads:
+                batch = loaded.tokenizer.pad(ids, return_attention_mask=True, return_tensors="pt")
+            else:
+                batch = BatchEncoding(ids, tensor_type="pt")
             with torch.inference_mode():
                 logits = loaded.model(**batch.to(loaded.model.device)).logits.float()
             for number, probability in zip(numbers, self._label_probability(logits).tolist(), strict=True):

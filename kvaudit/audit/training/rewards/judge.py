@@ -24,7 +24,7 @@ from kvaudit.suites.base import SUITES, Suite
 if TYPE_CHECKING:
     from kvaudit.audit.sampling.conversations import GradedRow
 
-_MAX_UNCHECKED = 7  # so many questions or fewer may all fail
+_MAX_UNCHECKED = 7  # if a step has at most so many questions, all of them may fail
 Ruling = bool | float | None  # whether an answer refuses, or how well it follows the constitution; None: failed
 AskJudge = Callable[[Sequence[Question]], Sequence[Ruling]]
 

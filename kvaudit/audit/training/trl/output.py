@@ -259,7 +259,7 @@ def base_sha256(model: Any) -> str:
     for name, tensor in sorted(tensors.items()):
         if "lora_" not in name:
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

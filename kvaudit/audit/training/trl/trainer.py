@@ -14,7 +14,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from inspect import signature
 from itertools import groupby
 from math import gcd, isnan
@@ -46,16 +45,6 @@ from kvaudit.core.errors import SpecError
 # our own keys in TRL's batch
 _ROLLOUTS, _LEARNER, _ADVANTAGES = "rollouts", "learner_per_token_logps", "plain_advantages"
 _SAMPLER, _OLD = "sampling_per_token_logps", "old_per_token_logps"  # TRL's
-
-
-@dataclass
-class _SamplerModel:
-    """The learner's model in the form that kvaudit's ``Sampler`` takes."""
-
-    model: Any
-    device: torch.device
-    max_positions: int
-    chat: Any
 
 
 class _OnTrainBegin(TrainerCallback):  # type: ignore[misc]
@@ -180,13 +169,18 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         first = self.accelerator.process_index * len(prompts)
         split = "rollout" if self.model.training else "rollout-evaluation"
         seeds = [derive_seed(split, self.args.seed, *self._draw, first + n) for n in range(len(prompts))]
-        model, chat = inner_model(self.accelerator.unwrap_model(self.model)), SimpleNamespace()
-        chat.stop_ids = frozenset(map(int, self.eos_token_ids))
-        was_training, text = model.training, model.config.get_text_config(decoder=True)
-        sampler_model = _SamplerModel(model, model.device, text.max_position_embeddings, chat)
+        model = inner_model(self.accelerator.unwrap_model(self.model))
+        # the attributes of a loaded model that the sampler uses
+        sampled_model = SimpleNamespace(
+            model=model,
+            device=model.device,
+            max_positions=model.config.get_text_config(decoder=True).max_position_embeddings,
+            chat=SimpleNamespace(stop_ids=frozenset(map(int, self.eos_token_ids))),
+        )
+        was_training = model.training
         model.eval()
         try:
-            episode = Sampler(sampler_model, self._hosted.policy).open(prompts[::group], seeds, group=group)
+            episode = Sampler(sampled_model, self._hosted.policy).open(prompts[::group], seeds, group=group)
             episode.decode(Decoding(self.max_completion_length, temperature=self.temperature))
             return episode.rollouts()
         finally:
