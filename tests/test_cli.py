@@ -409,6 +409,8 @@ def test_the_command_that_goes_on_names_plug_ins_and_the_launcher() -> None:
     assert shlex.join(words) == (
         "kvaudit run s.yaml --plugin 'a b.py' --limit 2 --launcher slurm:time=60 --workers 4 --resume"
     )
+    one_worker = _continue_command(Path("s.yaml"), None, RunOptions(launcher="slurm"), only=None, join=False)
+    assert shlex.join(one_worker) == ("kvaudit run s.yaml --launcher slurm --resume")
     assert _continue_command(Path("run"), None, options, only=None, join=True)[3:] == ["run", "--plugin", "a b.py"]
 
 

@@ -210,6 +210,7 @@ def test_a_removed_command_is_refused_with_what_to_do_instead(name: str) -> None
         (["init", "adit"], "unknown kind of file 'adit'. Did you mean 'audit'?"),
         (["init", "audit", "embedded"], "init audit takes no model"),
         (["init", "check"], "init check needs the model"),
+        (["init", "audit", "--seed", "0"], "init audit takes no model and no option but --out"),
     ],
 )
 def test_options_that_mean_nothing_together_are_refused(words: list[str], said: str) -> None:

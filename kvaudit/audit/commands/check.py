@@ -142,6 +142,11 @@ class CheckOptions:
             return policy_config(self.policy)
         return endpoints_config(self.reference or "", self.candidate or "", settings)
 
+    @property
+    def flags(self) -> dict[str, bool]:
+        """The options without a value by name, and whether they are set."""
+        return {"--made-up": self.made_up, "--sums": self.sums, "--agents": self.agents, "--long": self.long}
+
     def command(self, model: str) -> str:
         """Return the ``kvaudit check`` command with these options."""
         options = (
@@ -157,13 +162,7 @@ class CheckOptions:
             ("--seed", self.seed),
             ("--data", self.data),
         )
-        flags = (
-            ("--made-up", self.made_up),
-            ("--sums", self.sums),
-            ("--agents", self.agents),
-            ("--long", self.long),
-        )
-        words = [*option_words(options), *(name for name, is_set in flags if is_set)]
+        words = [*option_words(options), *(name for name, is_set in self.flags.items() if is_set)]
         return shlex.join(["kvaudit", "check", model, *words])
 
     def set_data_folder(self) -> None:
@@ -214,6 +213,7 @@ def run_check(
     _check_no_server(model)  # before it is printed: an address may hold a password
     typer.echo(f"check: {inline(model)}")  # before imports that take seconds
     from kvaudit.audit.runs.folder import allow_more_minutes
+    from kvaudit.audit.runs.launchers.local import usable_cores
     from kvaudit.audit.runs.question import parse_spec_text, run_name, spec_text
 
     options.set_data_folder()
@@ -234,7 +234,7 @@ def run_check(
     pipeline, run = open_pipeline(
         RunPlan(spec, out, {}),
         RunOptions(threads=threads, anyway=True),  # if one suite has nothing to lose, the others decide
-        threads or len(os.sched_getaffinity(0)),
+        threads or usable_cores(),
         resume=resume,
         on_first_answer=_print_first_answers(console, spec),
     )
@@ -282,6 +282,7 @@ def _longest_length(
     """
     from kvaudit.audit.commands.run import RunOptions, RunPlan, open_pipeline
     from kvaudit.audit.runs.folder import SPEC
+    from kvaudit.audit.runs.launchers.local import usable_cores
     from kvaudit.audit.runs.lengths import (
         TriedLength,
         choose_length,
@@ -297,15 +298,18 @@ def _longest_length(
     console, tried, spent = wide_console(), list[TriedLength](), 0.0
     endpoints = [endpoint for endpoint in plan.endpoints if endpoint.name in NEEDED]
     chosen = length_of_check(out) if resume else None
+    named = out if out.name else out.resolve()  # the folder "." has no name
+    lengths = named.with_name(f"{named.name}-lengths")
     for length in lengths_from(max(plan.length, CONTEXT_LENGTH)):
-        folder = out.with_name(f"{out.name}-lengths") / str(length)
+        folder = lengths / str(length)
         if chosen is not None and not (folder / SPEC).is_file():  # more minutes would try more lengths
             break
         spec = parse_spec(json.dumps(length_spec(model, config, endpoints, length, plan.seed)), "check", NAMES)
         run_options = RunOptions(threads=threads, anyway=True)
-        cores = threads or len(os.sched_getaffinity(0))
         try:
-            pipeline, run = open_pipeline(RunPlan(spec, folder, {}), run_options, cores, resume=resume)
+            pipeline, run = open_pipeline(
+                RunPlan(spec, folder, {}), run_options, threads or usable_cores(), resume=resume
+            )
         except SpecError as error:  # longer than the model's positions or a server's window
             if not tried:
                 raise
@@ -428,7 +432,7 @@ def init(
     `check`. For quarterly its price is printed.
     """
     with user_errors():
-        has_options = any((*vars(options).values(), judge, rate))
+        has_options = options != CheckOptions() or judge is not None or rate is not None
         # the former form, kvaudit init MODEL, still works
         if kind != _CHECK and kind not in SHIPPED and has_options and model is None:
             typer.echo(f"kvaudit init {kind} is now kvaudit init {_CHECK} {kind}", err=True)
@@ -473,7 +477,8 @@ def _init_quarterly(model: str, options: CheckOptions, judge: str | None, rate: 
     from kvaudit.audit.runs.question import parse_spec_text
     from kvaudit.audit.sampling.checkpoints import load_base_chat
 
-    if any((options.made_up, options.long, options.sums, options.agents, options.minutes, options.seed is not None)):
+    fixed = (options.minutes, options.seed, *(flag or None for flag in options.flags.values()))
+    if any(value is not None for value in fixed):
         raise SpecError(
             "init quarterly takes no --minutes, --seed, --long, --sums, --agents or --made-up: it always asks the same "
             "rows"

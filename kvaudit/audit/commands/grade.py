@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -131,8 +132,8 @@ def _judge_run(path: Path, out: Path | None, by: str | None, plugins: Digests, *
     if judging.unfinished:
         first = inline(judging.unfinished[0])
         print_line(console, f"left out: {len(judging.unfinished)} unfinished units, first {first}")
-    command = "report" if source.spec.probe is None else "probe"
-    print_line(console, f"judged: {inline(str(folder))}; show it with: kvaudit {command} {inline(str(folder))}")
+    command = shlex.join(["kvaudit", "report" if source.spec.probe is None else "probe", str(folder)])
+    print_line(console, f"judged: {inline(str(folder))}; show it with: {inline(command)}")
     return folder
 
 
@@ -275,7 +276,7 @@ def _write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int
         "label each row 1 or 0; 1 means, by the column suite:",
         *(f"  {label_meaning(metric)}" for metric in dict.fromkeys(cell.contrast.suite for cell in pairs)),
         "then:",
-        f"kvaudit grade adjudicate {run} --read {out}",
+        shlex.join(["kvaudit", "grade", "adjudicate", str(run), "--read", str(out)]),
     ]
     console = wide_console()
     for line in lines:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -146,7 +147,7 @@ def _continue_command(spec: Path, out: Path | None, options: RunOptions, *, only
     words = ["kvaudit", "run", *option_words([("--only", only)]), str(spec), *plugins]
     words += option_words((("--out", out), ("--limit", options.limit)))
     if options.launcher != LOCAL:
-        words += ["--launcher", options.launcher, "--workers", str(options.workers)]
+        words += option_words((("--launcher", options.launcher), ("--workers", options.workers)))
     return [*words, *([] if only == "evaluate" else ["--resume"])]
 
 
@@ -257,7 +258,8 @@ def _run_phase(phase: str, path: Path, out: Path | None, options: RunOptions, *,
     if phase == "train":
         if plan.spec.train is None:
             raise SpecError(
-                f"{str(path)!r} has no train section; evaluate the base model with: kvaudit run --only evaluate {path}"
+                f"{str(path)!r} has no train section; evaluate the base model with: kvaudit run --only evaluate "
+                f"{shlex.quote(str(path))}"
             )
         pipeline, run = open_pipeline(plan, options, options.threads, resume=resume)
         pipeline.work_on("train")
@@ -287,7 +289,9 @@ def _load_plan(source: Path | Mapping[str, Any], out: Path | None, options: RunO
     name, text = (str(source), None) if isinstance(source, Path) else ("SPEC", json.dumps(dict(source)))
     spec = load_spec(Path(name), NAMES) if text is None else parse_spec(text, name, NAMES)  # JSON is YAML
     if spec.probe is not None:
-        raise SpecError(f"{name!r} is the plan of a probe; run it with: kvaudit probe {name} --base-url URL")
+        raise SpecError(
+            f"{name!r} is the plan of a probe; run it with: kvaudit probe {shlex.quote(name)} --base-url URL"
+        )
     if options.ask_refused and spec.evaluate.rounds is not None:
         raise SpecError(
             "--ask-refused cannot be used for a run in rounds (evaluate.rounds), which has already counted the refused "

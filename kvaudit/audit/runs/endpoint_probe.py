@@ -61,7 +61,7 @@ _CHARACTERS_PER_TOKEN = 4  # without a tokenizer
 _MILLION = 1e6
 _FAILURES_IN_A_ROW = 8  # then the probe stops
 _GRACE_SECONDS = 3.0  # for calls under way when a probe is stopped, since they are paid for
-_MOST_REASONS = 20  # in a seal
+_MOST_REASONS, _OTHERS = 20, "for other reasons"  # in a seal: the most reasons, and the key that counts the rest
 _NUMBER = re.compile(r"(?<!status )\b\w*\d[\w.]*")  # also the ids of requests, most of which contain digits
 _ANSWER = TypeAdapter(Answer)
 # what the endpoint did, and what to do about it
@@ -353,6 +353,8 @@ class Probe:
         claim.check()
         failed = Counter(record.unanswered for record in records if record.unanswered)
         reasons = dict(failed.most_common(_MOST_REASONS))
+        if others := failed.total() - sum(reasons.values()):
+            reasons[_OTHERS] = others
         entries = {"checkpoint": UNKNOWN, "inputs": self._inputs, "failed": reasons}
         entries["lasting"] = sorted(self._lasting & reasons.keys())
         lines = "".join(record.to_json() + "\n" for record in records)

@@ -86,7 +86,7 @@ def prepare_run(
     if item is not None:
         if on_first_answer is not None:  # before an engine converts weights, which may take minutes
             _show_first_answers(model, spec, item, on_first_answer)
-        try_out_engines(_conditions(spec), model, spec, item, on_first_answer)
+        check_windows(spec, try_out_engines(_conditions(spec), model, spec, item, on_first_answer))
     return Prepared(model, batches, rows)
 
 
@@ -161,6 +161,22 @@ def check_contexts(spec: RunSpec, model: LoadedModel) -> None:
             raise SpecError(
                 f"{section}.context_tokens {context} and an answer of suite {name} need {needed} positions, "
                 f"model {model.name!r} has {model.max_positions}; lower context_tokens"
+            )
+
+
+def check_windows(spec: RunSpec, windows: Mapping[str, int]) -> None:
+    """Raise SpecError if an engine's context window is shorter than the spec's longest prompt and answer.
+
+    ``windows`` holds the windows in tokens, by engine with its settings (condition).
+    """
+    suites = [suite_as_asked(spec, name) for name in spec.evaluate.suites]
+    needed = max(max(spec.evaluate.contexts_of(suite.name)) + suite.max_new_tokens for suite in suites)
+    for condition, window in windows.items():
+        if window < needed:
+            others = ", ".join(f"{other} {size}" for other, size in windows.items() if other != condition)
+            raise SpecError(
+                f"{condition} has a context window of {window} tokens{f' ({others})' if others else ''}, and a prompt "
+                f"with its answer takes {needed}; serve all with a window as long, or lower context_tokens"
             )
 
 

@@ -44,7 +44,8 @@ def _normalised_address(server: Mapping[str, str]) -> tuple[str, ...]:
     """Return host, port, path and model of a server, so that two spellings of one server compare equal."""
     url = urlsplit(server.get("base_url", ""))
     host = "127.0.0.1" if url.hostname in ("localhost", "::1") else str(url.hostname)
-    return host, str(url.port), url.path.rstrip("/"), server.get("model", "")
+    port = url.port or (443 if url.scheme == "https" else 80)
+    return host, str(port), url.path.rstrip("/"), server.get("model", "")
 
 
 def quarterly_text(model: str, config: ServingConfig, judge: str, command: str) -> str:

@@ -14,10 +14,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from kvaudit.audit.engines import ENGINES, Condition, ServingMode, parse_serving_mode
 from kvaudit.audit.engines.base import is_engine
-from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.errors import DataError, SpecError
@@ -41,6 +42,7 @@ from kvaudit.suites.sources import DATA_VARIABLE, PublicRows, data_folder
 
 MINUTES = 10.0
 SEED = 1000  # of the order of rows
+_PILOT, _FLOOR = 32, 16  # items of each suite
 _LENGTH, _EMBEDDED_LENGTH = 256, 192  # tokens of generated items
 LONGEST = 32_768  # tokens of a prompt, at most
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
@@ -111,8 +113,6 @@ class CheckPlan(NamedTuple):
     not_asked: tuple[str, ...]  # topics that the check does not cover
     minutes: float = MINUTES
     seed: int = SEED
-    pilot: int = 32
-    floor: int = 16
 
     def suite_of(self, endpoint: Endpoint) -> str:
         """Return the name of the suite that measures an endpoint (outcome of the check): NAME, or NAME@CONTEXT.
@@ -222,18 +222,22 @@ def kept_entries(config: ServingConfig) -> int | None:
     served = config.served
     if isinstance(served, Condition):
         entries = dict(served.settings).get(ENGINES.get(served.engine).keeps, "")
-    else:
-        dropping = (member.parameters() for member in served.members if member.evicts or member.selects)
-        entries = next(dropping, {}).get(_BUDGET, "")
-    return int(entries) if str(entries).isdigit() else None
+        return int(entries) if str(entries).isdigit() else None
+    budgets = [m.parameters().get(_BUDGET, "") for m in _members(served) if m.evicts or m.selects]
+    return max((int(budget) for budget in budgets if str(budget).isdigit()), default=None)
 
 
 def exact_entries(config: ServingConfig) -> int:
     """Return how many of the newest cache entries a quantising policy leaves exact (0 for an engine)."""
     served = config.served
-    members = () if isinstance(served, Condition) else served.members
+    members = [] if isinstance(served, Condition) else _members(served)
     residuals = [member.parameters().get(_RESIDUAL, "") for member in members if member.quantises]
     return max((int(residual) for residual in residuals if str(residual).isdigit()), default=0)
+
+
+def _members(policy: Policy) -> list[Policy]:
+    """Return the policies of which one is composed or which a mixture draws."""
+    return [member for drawn in policy.draws for member in drawn.members]
 
 
 def _prompt_length(model: str, kept: int | None) -> int:
@@ -317,10 +321,18 @@ def endpoints_config(reference: str, candidate: str, settings: Mapping[str, str]
 
 def parse_server(option: str, text: str) -> dict[str, str]:
     """Return the ``base_url`` and ``model`` of URL#MODEL; raise a SpecError that names ``option`` for another text."""
-    url, mark, model = text.partition("#")
-    if not (mark and model and re.match(r"https?://[^\s/@?]+", url)) or set("@?") & set(url):
+    url, _, model = text.partition("#")
+    if not model or not re.match(r"https?://[^\s/@?]+", url) or set("@?") & set(url) or not _is_port_valid(url):
         raise SpecError(f"{option} is {text[:80]!r}, wanted URL#MODEL, such as http://127.0.0.1:8000/v1#my-model")
     return {"base_url": url, "model": model}
+
+
+def _is_port_valid(url: str) -> bool:
+    """Return whether the address names no port, or one from 1 to 65535."""
+    try:
+        return urlsplit(url).port != 0
+    except ValueError:  # no number, too large, or a broken IPv6 address
+        return False
 
 
 # --- the spec --------------------------------------------------------------------------------------------------------
@@ -341,8 +353,8 @@ def spec_text(model: str, config: ServingConfig, plan: CheckPlan, command: str) 
         "  suites:",
         *(_made_up_lines(plan) if plan.made_up else _endpoint_lines(plan)),
         f"  seed: {plan.seed}  # of the order of the rows",
-        f"  pilot: {plan.pilot}  # items of each suite that the reference answers first: has it anything to lose?",
-        f"  floor: {plan.floor}  # items of each suite that an engine answers twice more: how many answers vary?",
+        f"  pilot: {_PILOT}  # items of each suite that the reference answers first: has it anything to lose?",
+        f"  floor: {_FLOOR}  # items of each suite that an engine answers twice more: how many answers vary?",
         "gate:",
         "  # points that each may lose, independently of the others",
         f"  margins: {json.dumps(_margins(plan))}",
