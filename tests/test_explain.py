@@ -12,10 +12,9 @@ from xml.etree import ElementTree
 import pytest
 from test_cli import kvaudit, refused
 
-from kvaudit.audit.commands.report import COLUMNS, ShadedPrompt, shading_svg
 from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.rerun.measure import RerunAnswer, load_checkpoint, run_measure
-from kvaudit.audit.rerun.shade import AnswerPlace, Explain, Shade
+from kvaudit.audit.rerun.shade import COLUMNS, AnswerPlace, Explain, Shade, ShadedPrompt, shading_svg
 from kvaudit.audit.runs.folder import RunFolder, existing_run
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.records import Message, Record, Role

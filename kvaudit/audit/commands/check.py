@@ -113,7 +113,7 @@ class CheckOptions:
             raise SpecError(
                 "--long needs public rows, but the embedded model and --made-up ask made-up questions; leave out --long"
             )
-        if self.long and self.agents:  # before lengths are tried for minutes
+        if self.long and self.agents:  # refused now, since trying the lengths takes minutes
             raise SpecError("--agents asks rows as they were published, --long after a conversation; leave out one")
         return plan_check(
             model,
@@ -238,7 +238,7 @@ def run_check(
         resume=resume,
         on_first_answer=_print_first_answers(console, spec),
     )
-    if run.provenance().get("finished"):  # with nothing left to ask no rows are read, which would check them
+    if run.provenance().get("finished"):  # it reads no rows any more, so their hashes are checked here
         plan.check_rows_unchanged(run)
     if plan.made_up:
         run.note(**{MADE_UP: ", ".join(suite.suite for suite in plan.made_up)})
@@ -257,7 +257,7 @@ def run_check(
     note = " (made-up questions)" if plan.made_up else ""
     spent = seconds_of(all_looks(data.provenance)) / 60
     open_suites = {suite_of(d.suite) for d in findings.verdict.gated if d.status is Status.INCONCLUSIVE}
-    # a first look that took longer than its limit leaves nothing of three times that limit
+    # twice the time spent at least: the first look may have taken more than three times its limit
     longer = replace(options, minutes=max(_MORE_TIME * plan.minutes, math.ceil(2 * spent))).command(model)
     context = TerminalExtras(
         plan.not_asked,
@@ -302,7 +302,7 @@ def _longest_length(
     lengths = named.with_name(f"{named.name}-lengths")
     for length in lengths_from(max(plan.length, CONTEXT_LENGTH)):
         folder = lengths / str(length)
-        if chosen is not None and not (folder / SPEC).is_file():  # more minutes would try more lengths
+        if chosen is not None and not (folder / SPEC).is_file():  # a resumed check tries no further length
             break
         spec = parse_spec(json.dumps(length_spec(model, config, endpoints, length, plan.seed)), "check", NAMES)
         run_options = RunOptions(threads=threads, anyway=True)

@@ -284,7 +284,7 @@ def _write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int
 
 
 def _gated_contrasts(drift: Drift, rules: Rules) -> list[Contrast]:
-    """Return one comparison (contrast) per gated cell, the cell's first: people label its answers.
+    """Return the first contrast of each gated cell, whose answers people label.
 
     Cells that only combine several comparisons, such as the worst case over policies, are left out.
     """

@@ -166,9 +166,8 @@ def explain(
     Shows by policy, role and layer what the cache still held of the item's prompt.
     """
     with user_errors():
-        from kvaudit.audit.commands.report import ShadedPrompt, shading_svg
         from kvaudit.audit.rerun.measure import run_measure
-        from kvaudit.audit.rerun.shade import AnswerPlace, Explain, match_run_policies
+        from kvaudit.audit.rerun.shade import AnswerPlace, Explain, ShadedPrompt, match_run_policies, shading_svg
         from kvaudit.core.spec_train import BASE_ARM
 
         folder = _open_run(run, plugin or ())

@@ -286,8 +286,10 @@ def _load_plan(source: Path | Mapping[str, Any], out: Path | None, options: RunO
     from kvaudit.core.spec import load_spec, parse_spec
 
     plugins = load_plugins(options.plugins or ())
-    name, text = (str(source), None) if isinstance(source, Path) else ("SPEC", json.dumps(dict(source)))
-    spec = load_spec(Path(name), NAMES) if text is None else parse_spec(text, name, NAMES)  # JSON is YAML
+    if isinstance(source, Path):
+        name, spec = str(source), load_spec(source, NAMES)
+    else:
+        name, spec = "SPEC", parse_spec(json.dumps(dict(source)), "SPEC", NAMES)  # JSON is YAML
     if spec.probe is not None:
         raise SpecError(
             f"{name!r} is the plan of a probe; run it with: kvaudit probe {shlex.quote(name)} --base-url URL"

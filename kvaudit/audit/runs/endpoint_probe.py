@@ -1,4 +1,4 @@
-"""A probe asks an endpoint whose model we do not have: fixed items, each at a short and a long context length.
+"""The probe of an endpoint whose model we do not have: fixed items, each at a short and a long context length.
 
     records/endpoint--SUITE--LENGTH.jsonl + .done.json    {"failed": {reason: conversations}, "lasting": [reason], ...}
     calls.jsonl    {"question": sha256 of the request, "answer": {"text": ..., "finish": ..., ...}, "sha256": 16hex}
@@ -100,7 +100,7 @@ class ProbeUnit:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a probe asks (one round of fixed questions to an endpoint), items of short contexts first.
+    """Everything that a probe asks, items of short contexts first.
 
     ``count`` returns the number of tokens of a text, ``counted`` says in words how it counts, and ``rows`` maps each
     file of public data to its sha256.
@@ -247,7 +247,7 @@ class Calls(AnswerCache[Call, dict[str, Any]]):
         return Answer(**kept)
 
     def _entry(self, row: Any) -> tuple[str, dict[str, Any] | None]:
-        # lines of earlier versions: {"call": sha256 of the request, "text": ..., "finish": ..., ...}
+        # as earlier versions wrote a line: {"call": sha256 of the request, "text": ..., "finish": ..., ...}
         key, kept = (row["call"], row) if "call" in row else super()._entry(row)
         return key, asdict(_ANSWER.validate_python(kept))
 
@@ -338,7 +338,7 @@ class Probe:
         return sum(unit.conversations for unit in self._plan.units if self._is_done(unit))
 
     def _answer_unit(self, unit: ProbeUnit, claim: Claim) -> None:
-        """Hold all conversations of a unit, then write their records and the seal that marks the file as finished."""
+        """Hold all conversations of a unit, then write and seal their records."""
         self._held = self._conversations_done
         self._calls = Calls(self._run.path / CALLS, self._ask)  # read anew: another process may have asked since
         self._model = FirstModel(self._calls.first_model)

@@ -212,10 +212,7 @@ class Judging:
             yield answer, [next(readings) for _ in its_questions]
 
     def _stored_answers(self, unit: StoredUnit) -> Iterator[StoredAnswer]:
-        """Yield the stored answers of a unit (one file of records).
-
-        Each comes with a function that builds its suite and item; it is called only for answers that need them.
-        """
+        """Yield the stored answers of a unit; each makes its suite and item only if they are needed."""
 
         def suite_and_item(number: int, record: Record) -> tuple[Suite, Item]:
             suite_items = self._items.of(unit)
@@ -295,10 +292,7 @@ class Judging:
         return {**provenance, "suite_versions": {name: SUITES.get(name).version for name in names}, JUDGED: judged}
 
     def _identity(self, unit: StoredUnit) -> dict[str, Any]:
-        """Return all that a unit's new grades depend on, as JSON.
-
-        If the seal of the unit's finished file stores the same values, the unit is judged already.
-        """
+        """Return all that a unit's new grades depend on; a unit whose seal stores the same is judged already."""
         by = {"suite": SUITES.get(unit.suite).version, "kvaudit": __version__, "plug-ins": dict(self._plugins)}
         judge = {} if self._judge is None else {"judge": self._judge.identity}
         return {"from": unit.sha256, "by": {**by, **judge}}

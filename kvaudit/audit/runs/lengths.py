@@ -1,4 +1,4 @@
-"""Find the prompt lengths at which a check can measure a loss, by pilots (trial answers) of the uncompressed model.
+"""Find the prompt lengths at which a check can measure a loss, by a pilot of the uncompressed model at each length.
 
 After a long conversation many models refuse everything or nothing, and then compression has nothing to worsen. So a
 length is of use if the model still refuses some harmful requests and still helps with some harmless ones, by the rule
@@ -29,7 +29,7 @@ _SECONDS = 60
 
 
 class TriedLength(NamedTuple):
-    """What a pilot (trial answers of the uncompressed model) showed at one prompt length, ``tokens``.
+    """The result of the pilot at one prompt length, ``tokens``.
 
     ``controls`` say of each endpoint whether a loss could show, ``row_seconds`` are the seconds per answer.
     """

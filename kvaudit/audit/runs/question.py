@@ -115,10 +115,7 @@ class CheckPlan(NamedTuple):
     seed: int = SEED
 
     def suite_of(self, endpoint: Endpoint) -> str:
-        """Return the name of the suite that measures an endpoint (outcome of the check): NAME, or NAME@CONTEXT.
-
-        CONTEXT is the kind of conversation that comes before each row.
-        """
+        """Return the name of the suite that measures an endpoint: NAME, or NAME@CONTEXT after a conversation."""
         return endpoint.name if self.context is None else f"{endpoint.name}@{self.context}"
 
     def absent_rows(self, suites: Collection[str]) -> Iterator[PublicRows]:
@@ -199,7 +196,7 @@ def _missing_rows_text() -> str:
 
 
 def _uncovered_topics(endpoints: Sequence[Endpoint], *, is_long: bool) -> Iterator[str]:
-    """Yield, for the report, the topics that a check with these metrics (``endpoints``) does not cover.
+    """Yield, for the report, the topics that a check of these endpoints does not cover.
 
     ``is_long`` says whether questions follow a long conversation.
     """

@@ -33,7 +33,7 @@ _ELSEWHERE = ("arms", "seeds", "policy", "policies", "only", "suites", "weights"
 
 
 def recipe_of(spec: RunSpec, section: TrainSpec, model: LoadedModel, batches: Batches) -> dict[str, Any]:
-    """Return the recipe (the record of how checkpoints are trained) of a run that trains, as recipe.json holds it.
+    """Return the recipe of a run that trains, as recipe.json holds it.
 
     ``batches`` are the items of the run's evaluation, of which the recipe names the safety suites.
     """
@@ -86,10 +86,7 @@ def _items_sha256(items: Iterable[Item]) -> str:
 
 
 def copy_provenance(source: Path, target: Path) -> None:
-    """Copy provenance and telemetry (training log) of a loaded checkpoint from the folder ``source`` to ``target``.
-
-    The files are not checked here, since they were when the checkpoint was loaded.
-    """
+    """Copy provenance and training log of a checkpoint, which were checked when it was loaded, to the run's folder."""
     if not (source / PROVENANCE).is_file():
         return
     target.mkdir(parents=True, exist_ok=True)
@@ -99,7 +96,7 @@ def copy_provenance(source: Path, target: Path) -> None:
 
 
 def joined_recipe(run: RunFolder, refusal_set: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return one recipe (record of how checkpoints were trained) for all arms that a run took from elsewhere.
+    """Return one recipe for all arms that a run took from elsewhere.
 
     ``refusal_set``, the safety suites of this run, becomes part of it. Returns None if a checkpoint has no recipe, or
     the recipes differ in more than arm and seed. Raises DataError for a damaged recipe.

@@ -1,4 +1,4 @@
-"""Plan the rounds of questions of a run: how many rows to ask next, when to test (a look), and why to stop.
+"""Plan the rounds of questions of a run: how many rows to ask next, when to test them (a look), and why to stop.
 
 Everything here follows from the plan and the stored looks alone, so that a resumed run asks what it would have asked.
 """
@@ -33,7 +33,7 @@ _OVERHEAD = 1.15  # total time / time that the answers take
 
 
 def look_sizes(rows: int, first: int = FIRST_LOOK, pilot: int = PILOT_ITEMS) -> list[int]:
-    """Return the numbers of rows of a suite after which a look (a test between rounds) is taken.
+    """Return the numbers of rows of a suite after which a look is taken.
 
     These are the pilot's rows, ``first``, then each time 1.5 times the number before, and finally ``rows``.
     """
