@@ -166,16 +166,6 @@ Plugins = Annotated[
 Dtype = Annotated[str, typer.Option(help="Number format of the weights: float32, bfloat16 or auto.")]
 
 
-def option_words(options: Iterable[tuple[str, object]]) -> list[str]:
-    """Return the words of a command line for ``options`` (name, value), without those whose value is None or empty."""
-    return [word for name, value in options if value not in (None, "") for word in (name, str(value))]
-
-
-def plugin_words(plugins: Sequence[Path] | None) -> list[str]:
-    """Return the words of a command line that name plug-in files: --plugin FILE ..."""
-    return option_words(("--plugin", path) for path in plugins or ())
-
-
 def typed_command(*, resume: bool = False) -> list[str]:
     """Return the words of the command line as it was typed, with ``--resume`` added if ``resume`` and it is missing."""
     words = ["kvaudit", *sys.argv[1:]]

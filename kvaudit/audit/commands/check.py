@@ -21,7 +21,6 @@ from kvaudit.audit.commands.base import (
     argument,
     expand_options,
     option,
-    option_words,
     parse_pairs,
     print_line,
     typed_command,
@@ -162,7 +161,8 @@ class CheckOptions:
             ("--seed", self.seed),
             ("--data", self.data),
         )
-        words = [*option_words(options), *(name for name, is_set in self.flags.items() if is_set)]
+        words = [word for name, value in options if value not in (None, "") for word in (name, str(value))]
+        words += [name for name, is_set in self.flags.items() if is_set]
         return shlex.join(["kvaudit", "check", model, *words])
 
     def set_data_folder(self) -> None:

@@ -24,10 +24,9 @@ from kvaudit.audit.commands.base import (
     check_report_folder,
     expand_options,
     option,
-    option_words,
-    plugin_words,
     print_line,
     set_data_folder,
+    typed_command,
     user_errors,
 )
 from kvaudit.core.errors import DataError, SpecError, UnknownName
@@ -119,7 +118,7 @@ def run(
     Exits with 0 when the report is written, whatever its verdict: see `gate`. Exits with 6 before the evaluation if
     the pilot finds that a suite has nothing to lose.
     """
-    with user_errors(*_continue_command(spec, out, options, only=only, join=join)):
+    with user_errors(*typed_command(resume=not join and only != "evaluate")):
         if options.ask_refused and not resume:
             raise SpecError("--ask-refused needs --resume: only an existing run has refused answers")
         new_process = {"--workers": options.workers, "--launcher": options.launcher != LOCAL}
@@ -134,21 +133,6 @@ def run(
                 raise UnknownName("phase of --only", only, _PHASES)
             _check_unused(f"--only {only}", new_process)
             _run_phase(only, spec, out, options, resume=resume)
-
-
-def _continue_command(spec: Path, out: Path | None, options: RunOptions, *, only: str | None, join: bool) -> list[str]:
-    """Return the words of the command that continues the work after an interruption.
-
-    It has --resume unless the work is joined or only evaluates, where that is implied.
-    """
-    plugins = plugin_words(options.plugins)
-    if join:
-        return ["kvaudit", "run", "--join", str(spec), *plugins]
-    words = ["kvaudit", "run", *option_words([("--only", only)]), str(spec), *plugins]
-    words += option_words((("--out", out), ("--limit", options.limit)))
-    if options.launcher != LOCAL:
-        words += option_words((("--launcher", options.launcher), ("--workers", options.workers)))
-    return [*words, *([] if only == "evaluate" else ["--resume"])]
 
 
 def _check_unused(mode: str, options: Mapping[str, object]) -> None:

@@ -140,7 +140,9 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen()  # now, so that no other server takes the port while models load
     except OSError as error:
         listener.close()
-        raise SpecError(f"cannot listen on {host} port {port} ({error.strerror}); give another --port or --host") from None
+        raise SpecError(
+            f"cannot listen on {host} port {port} ({error.strerror}); give another --port or --host"
+        ) from None
     return listener
 
 
