@@ -255,10 +255,10 @@ def run_check(
     data = load_run(run.path)
     findings = write_decided_run(data, decide_run(data))
     note = " (made-up questions)" if plan.made_up else ""
-    spent = seconds_of(all_looks(data.provenance)) / 60
+    minutes_spent = seconds_of(all_looks(data.provenance)) / 60
     open_suites = {suite_of(d.suite) for d in findings.verdict.gated if d.status is Status.INCONCLUSIVE}
     # twice the time spent at least: the first look may have taken more than three times its limit
-    longer = replace(options, minutes=max(_MORE_TIME * plan.minutes, math.ceil(2 * spent))).command(model)
+    longer = replace(options, minutes=max(_MORE_TIME * plan.minutes, math.ceil(2 * minutes_spent))).command(model)
     context = TerminalExtras(
         plan.not_asked,
         f"{longer} --out {shlex.quote(str(run.path))} --resume",
@@ -295,14 +295,14 @@ def _longest_length(
     from kvaudit.audit.runs.question import CONTEXT_LENGTH, NEEDED
     from kvaudit.core.spec import parse_spec
 
-    console, tried, spent = wide_console(), list[TriedLength](), 0.0
+    console, tried, seconds_spent = wide_console(), list[TriedLength](), 0.0
     endpoints = [endpoint for endpoint in plan.endpoints if endpoint.name in NEEDED]
-    chosen = length_of_check(out) if resume else None
-    named = out if out.name else out.resolve()  # the folder "." has no name
-    lengths = named.with_name(f"{named.name}-lengths")
+    resumed_length = length_of_check(out) if resume else None
+    run_folder = out if out.name else out.resolve()  # the folder "." has no name
+    lengths = run_folder.with_name(f"{run_folder.name}-lengths")
     for length in lengths_from(max(plan.length, CONTEXT_LENGTH)):
         folder = lengths / str(length)
-        if chosen is not None and not (folder / SPEC).is_file():  # a resumed check tries no further length
+        if resumed_length is not None and not (folder / SPEC).is_file():  # a resumed check tries no further length
             break
         spec = parse_spec(json.dumps(length_spec(model, config, endpoints, length, plan.seed)), "check", NAMES)
         run_options = RunOptions(threads=threads, anyway=True)
@@ -318,11 +318,11 @@ def _longest_length(
         pipeline.work_on("evaluate")
         tried.append(read_pilot(run.records, endpoints, length))
         print_line(console, tried[-1].line)
-        spent += tried[-1].seconds
-        if not tried[-1].is_measurable or 2 * tried[-1].seconds > 30 * plan.minutes - spent:
+        seconds_spent += tried[-1].seconds
+        if not tried[-1].is_measurable or 2 * tried[-1].seconds > 30 * plan.minutes - seconds_spent:
             break
-    minutes = max(plan.minutes - spent / 60, plan.minutes / 2)
-    return chosen or choose_length(tried, minutes), minutes
+    minutes = max(plan.minutes - seconds_spent / 60, plan.minutes / 2)
+    return resumed_length or choose_length(tried, minutes), minutes
 
 
 def _check_no_server(model: str) -> None:

@@ -115,20 +115,20 @@ def _judge_run(path: Path, out: Path | None, by: str | None, plugins: Digests, *
 
     source = existing_run(path)
     set_data_folder(source.spec)
-    chosen = None if by is None else parse_plugin(JUDGES, by)
-    folder = out if chosen is None else out or judged_folder(path, chosen)
+    chosen_judge = None if by is None else parse_plugin(JUDGES, by)
+    folder = out if chosen_judge is None else out or judged_folder(path, chosen_judge)
     if folder is None:
         raise SpecError("--out is missing: give the folder for the run as graded by its suites, or give a --judge")
-    judging = Judging(source, folder, Console(stderr=True), plugins, chosen)
+    judging = Judging(source, folder, Console(stderr=True), plugins, chosen_judge)
     changes = judging.work()
     _print_changes(changes)
     console = wide_console()
-    if chosen is not None:
-        _check_readable(chosen, changes)
+    if chosen_judge is not None:
+        _check_readable(chosen_judge, changes)
     if failed := sum(change.failed for change in changes):
         print_line(console, f"unscored: the judge failed on {failed} answers; run the same command to retry them")
-    if chosen is not None:
-        _note_judge(path, folder, chosen, judging.agreement(), console, card=card)
+    if chosen_judge is not None:
+        _note_judge(path, folder, chosen_judge, judging.agreement(), console, card=card)
     if judging.unfinished:
         first = inline(judging.unfinished[0])
         print_line(console, f"left out: {len(judging.unfinished)} unfinished units, first {first}")

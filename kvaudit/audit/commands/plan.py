@@ -198,8 +198,8 @@ def _figures(sizes: Sizes) -> Iterator[tuple[str, str]]:
         smallest = smallest_margin(d)
         yield f"margin passed with power {d.power:g}", "none" if smallest is None else f"{100 * smallest:.1f} pp"
     else:
-        least = smallest_ratio(d)
-        yield f"ratio passed with power {d.power:g}", "none" if least is None else f"{least:.2f} x"
+        ratio = smallest_ratio(d)
+        yield f"ratio passed with power {d.power:g}", "none" if ratio is None else f"{ratio:.2f} x"
     drop = f"{100 * sizes.detectable:.1f} pp"
     yield (
         f"drop found with power {d.power:g} (MDE)",

@@ -222,14 +222,14 @@ def checkpoint_rollouts(folder: Path) -> list[RecordedRollouts]:
         raise DataError(f"{str(folder / PROVENANCE)!r} does not say how it was trained ({error!r})") from None
     mixed = len(trained.draws) > 1
     files = {f"{ledger_stem(FINAL_LEDGER, policy, mixed=mixed)}.safetensors": policy for policy in trained.draws}
-    kept = {name: policy for name, policy in files.items() if name in provenance["ledgers"]}
-    if not kept:
+    kept_files = {name: policy for name, policy in files.items() if name in provenance["ledgers"]}
+    if not kept_files:
         raise DataError(
             f"checkpoint {str(folder)!r} keeps no {LEDGERS}/{min(files)}; train it again with ledger_every above 0"
         )
     return [
         replace(read_rollouts(folder / LEDGERS / name), temperature=temperature, trained_policy=policy)
-        for name, policy in kept.items()
+        for name, policy in kept_files.items()
     ]
 
 

@@ -205,7 +205,7 @@ def _lines(answer: RerunAnswer) -> Iterator[str]:
     shares = ", ".join(f"{role} {share:.1%}" for role, share in row.survival.items())
     yield f"kept        {row.rollout.retention:.1%} of the cache when the answer began: {shares}"
     if row.spans:
-        yield f"by span     {', '.join(f'{name} {kept.share:.1%}' for name, kept in row.spans.items())}"
+        yield f"by span     {', '.join(f'{name} {survival.share:.1%}' for name, survival in row.spans.items())}"
     yield f"by layer    {' '.join(f'{share:.0%}' for share in answer.shading.depth[ALL_TOKENS])}"
 
 

@@ -120,14 +120,14 @@ class Plan:
     @property
     def asked(self) -> dict[str, str]:
         """What two probes must share to be compared, by name: hashes of the items and sampling settings."""
-        grid, asked = self.spec.evaluate, dict[str, str]()
+        grid, hashes = self.spec.evaluate, dict[str, str]()
         for unit in self.units:
-            asked[f"items of {unit.suite.name} at {unit.context_tokens}"] = _items_sha256(unit.items)
-            asked[f"decoding of {unit.suite.name}"] = (
+            hashes[f"items of {unit.suite.name} at {unit.context_tokens}"] = _items_sha256(unit.items)
+            hashes[f"decoding of {unit.suite.name}"] = (
                 f"temperature {grid.temperature:g}, top_p {grid.top_p:g}, {unit.samples} answers of at most "
                 f"{unit.suite.max_new_tokens} tokens"
             )
-        return asked
+        return hashes
 
     def lines(self) -> Iterator[str]:
         """Yield lines on the plan: items of each suite, requests, tokens, cost, and remarks on its size."""
@@ -155,8 +155,8 @@ class Plan:
         items = sum(len(unit.items) for unit in longest)
         clusters = len({(unit.suite.name, item.cluster_id) for unit in longest for item in unit.items})
         if items < LEAST_ITEMS or clusters < LEAST_CLUSTERS:
-            wanted = f"{LEAST_ITEMS} of {LEAST_CLUSTERS}"
-            yield f"small: {items} items of {clusters} templates; with fewer than {wanted} most drifts stay unseen"
+            least = f"{LEAST_ITEMS} of {LEAST_CLUSTERS}"
+            yield f"small: {items} items of {clusters} templates; with fewer than {least} most drifts stay unseen"
         if single := [suite for suite in grid.suites if grid.samples_of(suite) < 2]:
             yield f"no A/A: {', '.join(single)} asks every item once, so the endpoint's own noise stays unknown"
 
@@ -318,12 +318,12 @@ class Probe:
 
     def _check_unchanged(self, table: str, entries: Mapping[str, str]) -> None:
         """Store entries of provenance.json; raise RunError if the probe began with others."""
-        for key, now in entries.items():
-            then = self._run.keep(table, key, now)
-            if then != now:
+        for key, current in entries.items():
+            stored = self._run.keep(table, key, current)
+            if stored != current:
                 raise RunError(
-                    f"the probe began with {key} {str(then)[:60]}, now it is {now[:60]}; go on with what it began "
-                    "with, or give another --out"
+                    f"the probe began with {key} {str(stored)[:60]}, now it is {current[:60]}; go on with what it "
+                    "began with, or give another --out"
                 )
 
     def _records(self, unit: ProbeUnit) -> Path:
@@ -348,8 +348,8 @@ class Probe:
             return [self._hold(unit, item, sample) for sample in range(unit.samples)]
 
         at_once = self._section.at_once
-        held = map_in_order(hold_all, unit.items, at_once, stop=self._stop, grace=_GRACE_SECONDS)
-        records = [record for item_records in held for record in item_records]
+        records_by_item = map_in_order(hold_all, unit.items, at_once, stop=self._stop, grace=_GRACE_SECONDS)
+        records = [record for item_records in records_by_item for record in item_records]
         claim.check()
         failed = Counter(record.unanswered for record in records if record.unanswered)
         reasons = dict(failed.most_common(_MOST_REASONS))

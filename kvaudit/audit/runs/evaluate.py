@@ -177,15 +177,17 @@ class Evaluator:
                 self._note_prompts(run, files, batches, suite, rows)
             for number, batch in enumerate(batches):
                 # a resumed unit waits until the others have reached its batch
-                due = [unit for unit, file in files.items() if file.batches == number]
+                due_units = [unit for unit, file in files.items() if file.batches == number]
                 # the pilot answers all samples of an item or none, so the first one shows which
-                to_ask = {unit: [item for item in batch if (item.item_id, 0) not in existing[unit]] for unit in due}
+                to_ask = {
+                    unit: [item for item in batch if (item.item_id, 0) not in existing[unit]] for unit in due_units
+                }
                 prefills: dict[tuple[str, ...], SharedPrefill] = {}  # by the ids of the items that are asked
                 prompts: dict[str, ChatTokens] = {}
-                for unit in due:
+                for unit in due_units:
                     if keep is None or keep(unit):
                         key = tuple(item.item_id for item in to_ask[unit])
-                        policies = [other.policy for other in due if to_ask[other] == to_ask[unit]]
+                        policies = [other.policy for other in due_units if to_ask[other] == to_ask[unit]]
                         shared = prefills.setdefault(key, SharedPrefill([p for p in policies if isinstance(p, Policy)]))
                         logs = run.path / LOGS / folder.name / unit.name
                         records = self._answers(unit, suite, to_ask[unit], prompts, shared, logs)
@@ -217,8 +219,8 @@ class Evaluator:
             return engine_batches(self._spec, suite, self._items(suite, context), unit, folder)
         if folder != PILOT_FOLDER:
             return batches
-        chosen = whole_templates(suite, self._items(suite, context), self._spec.evaluate.pilot_size)
-        names = {item.item_id for item in chosen}
+        pilot_items = whole_templates(suite, self._items(suite, context), self._spec.evaluate.pilot_size)
+        names = {item.item_id for item in pilot_items}
         pilot_batches = [[item for item in batch if item.item_id in names] for batch in batches]
         return [batch for batch in pilot_batches if batch]
 
@@ -242,15 +244,15 @@ class Evaluator:
 
         In a run in rounds, the hash covers the rows of all rounds so far and replaces the earlier one.
         """
-        due = {unit: file for unit, file in files.items() if rows or file.batches < len(batches)}
-        if not due:
+        unfinished = {unit: file for unit, file in files.items() if rows or file.batches < len(batches)}
+        if not unfinished:
             return
         if rows is not None:
-            items = self._items(suite, next(iter(due)).context_tokens)
+            items = self._items(suite, next(iter(unfinished)).context_tokens)
             batches = [items[: rows[suite.name].stop]]
         sha256, stored = prompts_sha256(self._model.chat, batches), table_of(run.provenance(), PROMPTS)
         hashes = {}
-        for unit, file in due.items():
+        for unit, file in unfinished.items():
             name = prompt_unit(unit.arm, unit.seed, unit.suite, unit.context_tokens, unit.policy.canonical)
             hashes[name] = merge_prompt_digests(stored.get(name) if file.rows and not rows else None, sha256)
         names = ", ".join(self._model.chat.unstable_names)

@@ -113,13 +113,13 @@ def length_of_check(run: Path) -> int | None:
     return max(lengths, default=None)
 
 
-def choose_length(tried: Sequence[TriedLength], minutes: float) -> int:
+def choose_length(tried_lengths: Sequence[TriedLength], minutes: float) -> int:
     """Return the longest length at which a loss can be measured and a check's first round fits into ``minutes``.
 
     If it fits at none, returns the shortest length at which a loss can be measured, since a check always asks its first
     round. Raises NotMeasurable if a loss can be measured at no length.
     """
-    usable = [length for length in tried if length.is_measurable]
+    usable = [length for length in tried_lengths if length.is_measurable]
     if not usable:
         raise NotMeasurable(
             "at no length that was tried does the uncompressed model both refuse harmful requests and help with "

@@ -148,11 +148,11 @@ def plan_check(
     Raises DataError if public rows are needed but missing, SpecError if the setting keeps more entries than a prompt
     may have, if ``sums`` or ``agents`` are combined with made-up questions, or ``agents`` with a long conversation.
     """
-    kept, exact = kept_entries(config), exact_entries(config)
-    tokens = _prompt_length(model, max(kept or 0, exact) or None)
+    kept_count, exact_count = kept_entries(config), exact_entries(config)
+    tokens = _prompt_length(model, max(kept_count or 0, exact_count) or None)
     at_hand = tuple(endpoint for endpoint in ENDPOINTS if has_public_rows(endpoint.name))
-    named = os.environ.get(DATA_VARIABLE)
-    if not made_up and (named or model != EMBEDDED) and not any(endpoint.name in NEEDED for endpoint in at_hand):
+    named_folder = os.environ.get(DATA_VARIABLE)
+    if not made_up and (named_folder or model != EMBEDDED) and not any(endpoint.name in NEEDED for endpoint in at_hand):
         raise DataError(_missing_rows_text())
     if made_up or model == EMBEDDED:
         if sums:
@@ -166,7 +166,7 @@ def plan_check(
             )
         topics = ("harmful requests as people write them", "agents that read hostile tool results")
         return CheckPlan((), MADE_UP_SUITES, tokens, None, (), topics, minutes, seed)
-    is_long = kept is not None or exact > 0 or length is not None
+    is_long = kept_count is not None or exact_count > 0 or length is not None
     endpoints = tuple(endpoint for endpoint in at_hand if not (is_long and endpoint.name == "injection"))
     if agents and is_long:
         raise SpecError(
@@ -177,18 +177,18 @@ def plan_check(
     for endpoint in requested:
         check_files(endpoint.name)  # requested by name, so never left out silently
     endpoints = (*endpoints, *requested)
-    wanted = (*ENDPOINTS, *requested)
-    absent = tuple(dict.fromkeys(rows for point in wanted for rows in absent_sources(point.name)))
+    wanted_endpoints = (*ENDPOINTS, *requested)
+    absent = tuple(dict.fromkeys(rows for point in wanted_endpoints for rows in absent_sources(point.name)))
     context, tokens = (CONTEXT, max(length or tokens, CONTEXT_LENGTH)) if is_long else (None, tokens)
-    not_asked = tuple(_uncovered_topics(endpoints, is_long=kept is not None or length is not None))
+    not_asked = tuple(_uncovered_topics(endpoints, is_long=kept_count is not None or length is not None))
     return CheckPlan(endpoints, (), tokens, context, absent, not_asked, minutes, seed)
 
 
 def _missing_rows_text() -> str:
     """Return the error text for missing public rows, with the commands that help."""
     fetch = "kvaudit data fetch xstest strongreject advbench harmbench"
-    named = os.environ.get(DATA_VARIABLE)
-    searched = f"{DATA_VARIABLE}={named}" if named else f"{str(data_folder())!r}, where fetched rows lie,"
+    named_folder = os.environ.get(DATA_VARIABLE)
+    searched = f"{DATA_VARIABLE}={named_folder}" if named_folder else f"{str(data_folder())!r}, where fetched rows lie,"
     return (
         f"{searched} holds none of the public rows that a check asks; fetch them with {fetch}, name their folder with "
         "--data, or ask made-up questions with --made-up, which show less about a real model"
@@ -200,10 +200,10 @@ def _uncovered_topics(endpoints: Sequence[Endpoint], *, is_long: bool) -> Iterat
 
     ``is_long`` says whether questions follow a long conversation.
     """
-    asked = {endpoint.name for endpoint in endpoints}
+    asked_names = {endpoint.name for endpoint in endpoints}
     topics = {"harm": "harmful requests", "benign": "harmless requests", "injection": "attacks on a secret"}
-    yield from (topic for name, topic in topics.items() if name not in asked)
-    if not {endpoint.name for endpoint in AGENTS} <= asked:
+    yield from (topic for name, topic in topics.items() if name not in asked_names)
+    if not {endpoint.name for endpoint in AGENTS} <= asked_names:
         yield "agents that read hostile tool results (--agents)"
     if not is_long:
         yield "prompts of thousands of tokens"

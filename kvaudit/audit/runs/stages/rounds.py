@@ -227,7 +227,7 @@ def gate_statuses(run: Path) -> dict[str, str]:
     drift = drift_of(data, comparison, rules.alpha, gated_facets(comparison, rules))
     statuses: dict[str, str] = {}
     order = [Status.FAIL.value, *ENDINGS, *OPEN]
-    asked, rounds = item_counts(data.provenance), data.spec.evaluate.rounds
+    rows_asked, rounds = item_counts(data.provenance), data.spec.evaluate.rounds
     first = FIRST_LOOK if rounds is None else rounds.first
     has_logprobs = bool(data.records[LOGPROB].notna().all())  # without them equal answers show less
     for decision in decide(drift, rules).gated:
@@ -235,7 +235,7 @@ def gate_statuses(run: Path) -> dict[str, str]:
         status = decision.status.value
         if ReasonCode.MISSING in codes:
             status = INVALID_BY_MISSING
-        elif ReasonCode.FEW_CLUSTERS in codes and asked.get(suite_of(decision.suite), 0) >= first:
+        elif ReasonCode.FEW_CLUSTERS in codes and rows_asked.get(suite_of(decision.suite), 0) >= first:
             status = INVALID_BY_FORM
         elif ReasonCode.CANARY in codes and has_logprobs:
             status = INVALID_BY_CANARY
