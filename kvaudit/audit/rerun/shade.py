@@ -23,6 +23,9 @@ from kvaudit.core.records import Record, Role
 from kvaudit.core.spans import ALL_TOKENS, AnswerKey, Shadings, read_shadings, write_shadings
 from kvaudit.core.text import inline, length_label, visible
 
+_CLOSE = 3  # similar names that an error proposes
+_INDENT = "\n" + " " * 12
+
 
 class Shade(AnswerMeasure[Shadings]):
     """Serves some answers again and stores their shadings: for each token, by how many heads the cache still held it.
@@ -84,10 +87,6 @@ class Shade(AnswerMeasure[Shadings]):
 
 def _key(record: Record) -> AnswerKey:
     return AnswerKey(record.item_id, record.sample_index)
-
-
-_CLOSE = 3  # similar names that an error proposes
-_INDENT = "\n" + " " * 12
 
 
 class AnswerPlace(NamedTuple):
@@ -239,18 +238,6 @@ text { font: 12px ui-monospace, Menlo, Consolas, monospace; fill: #1b1f24; white
 _MOST_OPACITY = 0.55  # of the shade, so that the text stays readable
 
 
-class ShadedPrompt(NamedTuple):
-    """A prompt under a policy: for each token its text and the share of layers and heads whose cache still held it.
-
-    ``pieces`` are the texts, ``held`` the shares; ``caption`` describes the answer to the prompt.
-    """
-
-    heading: str
-    caption: str
-    pieces: Sequence[str]
-    held: Sequence[float]
-
-
 class _PlacedToken(NamedTuple):
     line: int
     column: int
@@ -259,18 +246,18 @@ class _PlacedToken(NamedTuple):
     number: int
 
 
-def shading_svg(title: str, prompts: Sequence[ShadedPrompt]) -> str:
-    """Return an SVG, for light and dark mode, of prompts below one another, each token shaded.
+def shading_svg(title: str, answers: Sequence[RerunAnswer]) -> str:
+    """Return an SVG, for light and dark mode, of the prompts of answers below one another, each token shaded.
 
     The shade is the share of layers and KV heads whose cache still holds the token; a token that none holds is struck
     through.
     """
     width, y = 2 * MARGIN + COLUMNS * WIDTH, MARGIN
     body: list[str] = []
-    for prompt in prompts:
-        tokens = list(_place_tokens(prompt))
-        body.append(f'<text class="head" x="{MARGIN:g}" y="{y:g}">{_escape(prompt.heading)}</text>')
-        body.append(f'<text class="about" x="{MARGIN:g}" y="{y + HEIGHT:g}">{_escape(prompt.caption)}</text>')
+    for answer in answers:
+        tokens = list(_place_tokens(answer.shading.pieces, answer.held_shares))
+        body.append(f'<text class="head" x="{MARGIN:g}" y="{y:g}">{_escape(answer.policy.canonical)}</text>')
+        body.append(f'<text class="about" x="{MARGIN:g}" y="{y + HEIGHT:g}">{_escape(answer.outcome)}</text>')
         top = y + HEIGHT * 2.4
         body += [element for token in tokens for element in _token_elements(token, top)]
         y = top + HEIGHT * (max((token.line for token in tokens), default=0) + 2)
@@ -290,13 +277,13 @@ def shading_svg(title: str, prompts: Sequence[ShadedPrompt]) -> str:
     )
 
 
-def _place_tokens(prompt: ShadedPrompt) -> Iterator[_PlacedToken]:
+def _place_tokens(pieces: Sequence[str], shares: Sequence[float]) -> Iterator[_PlacedToken]:
     """Yield the tokens of a prompt with their line and column in the drawing; one longer than a line is cut.
 
-    A line break of the text begins a new line.
+    ``shares`` are those of the heads that held each token. A line break of the text begins a new line.
     """
     line = column = 0
-    for number, (piece, share) in enumerate(zip(prompt.pieces, prompt.held, strict=True)):
+    for number, (piece, share) in enumerate(zip(pieces, shares, strict=True)):
         text = inline(piece) or "·"  # so that an invisible token has a place
         while text:
             # a token is cut only if it is longer than a line

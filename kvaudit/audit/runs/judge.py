@@ -49,7 +49,6 @@ from kvaudit.core.provenance import (
 from kvaudit.core.records import Grade, Item, Record
 from kvaudit.suites.base import SUITES, Suite
 
-_COUNTS = ("answers", "scores", "outcomes", "judged", "unsure", "failed")
 AGREEMENT = ((True, True), (True, False), (False, True), (False, False))  # desired by the old grade, by the new one
 _COPIED = {  # files that a report shows besides records -> their names in the judged run
     "scan.json": "scan.json",
@@ -77,6 +76,9 @@ class SuiteChange(NamedTuple):
     judged: int  # by a judge, including those that it failed on
     unsure: int
     failed: int
+
+
+_COUNTS = SuiteChange._fields[2:]
 
 
 class Judging:

@@ -239,8 +239,8 @@ def gate_statuses(run: Path) -> dict[str, str]:
             status = INVALID_BY_FORM
         elif ReasonCode.CANARY in codes and has_logprobs:
             status = INVALID_BY_CANARY
-        settings = [status for status in (statuses.get(decision.suite), status) if status]
-        statuses[decision.suite] = min(settings, key=lambda s: order.index(s) if s in order else len(order))
+        under_settings = filter(None, (statuses.get(decision.suite), status))
+        statuses[decision.suite] = min(under_settings, key=lambda s: order.index(s) if s in order else len(order))
     return statuses
 
 
