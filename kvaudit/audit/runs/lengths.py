@@ -80,7 +80,7 @@ def length_spec(
         policy = {ENGINE: reference.engine, **settings, "reference": settings}
     behind = {"items": _ITEMS, "max_new_tokens": _TOKENS, "context_tokens": length}
     suites: dict[str, Any] = {}
-    margins = {metric: 100 * margin for metric, margin in _margins(endpoints).items()}
+    margins = _margins(endpoints)
     for endpoint in endpoints:
         margins[f"{endpoint.name}.{endpoint.facet}"] = endpoint.margin
         suites |= {endpoint.name: {"items": 1, "max_new_tokens": _TOKENS}, f"{endpoint.name}@{CONTEXT}": behind}
@@ -92,8 +92,8 @@ def length_spec(
 
 
 def _margins(endpoints: Sequence[Endpoint]) -> dict[str, float]:
-    """Return the margin of each endpoint after a conversation, in score units."""
-    return {f"{endpoint.name}@{CONTEXT}.{endpoint.facet}": endpoint.margin / 100 for endpoint in endpoints}
+    """Return the margin of each endpoint after a conversation, in points."""
+    return {f"{endpoint.name}@{CONTEXT}.{endpoint.facet}": endpoint.margin for endpoint in endpoints}
 
 
 def read_pilot(records: Path, endpoints: Sequence[Endpoint], length: int) -> TriedLength:
@@ -101,7 +101,8 @@ def read_pilot(records: Path, endpoints: Sequence[Endpoint], length: int) -> Tri
     files = sorted(records.glob("*.jsonl"))
     rows = [Record.from_json(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     rows = [row for row in rows if row.context_tokens == length]
-    return TriedLength(length, controls_of(rows, _margins(endpoints)), sum(row.seconds for row in rows) / len(rows))
+    margins = {metric: points / 100 for metric, points in _margins(endpoints).items()}
+    return TriedLength(length, controls_of(rows, margins), sum(row.seconds for row in rows) / len(rows))
 
 
 def length_of_check(run: Path) -> int | None:
