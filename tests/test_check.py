@@ -461,7 +461,7 @@ def test_a_check_of_the_embedded_model_says_ship_and_goes_on_to_the_same_lines(
     assert len(verdict) <= MOST_TERMINAL_LINES
     assert verdict[1] == "serving: Ship openvino u4."
     assert (tmp_path / "run" / "report" / "card.md").exists()
-    monkeypatch.setattr("kvaudit.audit.runs.prepare.try_out_engines", lambda *_: None)  # as they were a moment ago
+    monkeypatch.setattr("kvaudit.audit.runs.prepare.try_out_engines", lambda *_: {})  # as they were a moment ago
     code, out, _ = kvaudit(*words, "--resume")
     assert (code, out.splitlines()[-len(verdict) :]) == (0, verdict)
 
