@@ -227,6 +227,8 @@ def test_a_code_that_leaves_the_newest_as_they_are_is_asked_long_prompts_too(row
     assert [exact_entries(policy_config(text)) for text in ("int8", "kivi:bits=2", "snapkv:budget=64")] == [0, 32, 0]
     assert exact_entries(policy_config("snapkv:budget=512+kivi:bits=4,residual=64")) == 64
     assert exact_entries(u4()) == 0
+    assert kept_entries(policy_config("snapkv:budget=64|snapkv:budget=512")) == 512  # a mixture, drawn per request
+    assert exact_entries(policy_config("int8|kivi:bits=2,residual=64")) == 64
     assert [plan_check("/model", policy_config(text)).context for text in ("int8", "kivi:bits=2")] == [None, "chat"]
     assert plan_check("/model", policy_config("int8:residual=400")).length == 1024
 
@@ -459,7 +461,7 @@ def test_a_check_of_the_embedded_model_says_ship_and_goes_on_to_the_same_lines(
     assert len(verdict) <= MOST_TERMINAL_LINES
     assert verdict[1] == "serving: Ship openvino u4."
     assert (tmp_path / "run" / "report" / "card.md").exists()
-    monkeypatch.setattr("kvaudit.audit.runs.prepare.try_out_engines", lambda *_: None)  # as they were a moment ago
+    monkeypatch.setattr("kvaudit.audit.runs.prepare.try_out_engines", lambda *_: {})  # as they were a moment ago
     code, out, _ = kvaudit(*words, "--resume")
     assert (code, out.splitlines()[-len(verdict) :]) == (0, verdict)
 

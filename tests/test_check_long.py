@@ -57,6 +57,17 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return copy_model_with_positions(tmp_path / "model", 4096)
 
 
+def test_the_current_folder_can_hold_the_check(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (model.parent / "here").mkdir()
+    monkeypatch.chdir(model.parent / "here")
+    with serving(0) as url:
+        code, out, err = kvaudit(
+            *("check", model, "--reference", f"{url}#plain", "--candidate", f"{url}#lossy", "--long", "--out", ".")
+        )
+    assert (code, "at no length that was tried" in err) == (6, True), out + err
+    assert (model.parent / "here-lengths").is_dir()
+
+
 def check(model: Path, url: str, *words: object) -> tuple[int, list[str], str]:
     servers = [word.format(url=url) for word in SERVERS]
     out = model.parent / "run"

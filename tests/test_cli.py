@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
 from kvaudit.audit.commands.base import end_on_sigterm, user_errors
-from kvaudit.audit.commands.run import RunOptions, _continue_command, plan_workers
+from kvaudit.audit.commands.run import RunOptions, plan_workers
 from kvaudit.audit.policies import POLICIES
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.spec import load_spec
@@ -69,7 +69,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Pat
 def kvaudit(*words: object) -> tuple[int, str, str]:
     """A command; what the runs of these tests ask is too little to decide anything, and their models can do nothing."""
     anyway = ["--anyway"] if words[0] == "run" and "--join" not in words else []
-    result = CliRunner().invoke(app, [*(str(word) for word in words), *anyway])
+    typed = [*(str(word) for word in words), *anyway]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["kvaudit", *typed])
+        result = CliRunner().invoke(app, typed)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     said = [line for line in result.stderr.splitlines(keepends=True) if not line.startswith("cannot pass: ")]
@@ -363,7 +366,7 @@ def test_a_disk_that_takes_nothing_is_one_line(
     monkeypatch.setattr("kvaudit.core.files.os.replace", refuse)
     message = refused("run", spec, "--out", tmp_path / "run")
     assert words in message
-    assert f"kvaudit run {spec} --out {tmp_path / 'run'} --resume" in message
+    assert f"kvaudit run {spec} --out {tmp_path / 'run'} --anyway --resume" in message
 
 
 @pytest.mark.parametrize(
@@ -385,7 +388,8 @@ def test_ctrl_c_and_sigterm_say_how_to_go_on(
         for number, handler in before.items():
             signal.signal(number, handler)
     assert got == code
-    assert err == f"{word}; continue with: kvaudit run {spec} --out '{tmp_path / 'my run'}' --limit 2 --resume\n"
+    out = tmp_path / "my run"
+    assert err == f"{word}; continue with: kvaudit run {spec} --out '{out}' --limit 2 --anyway --resume\n"
 
 
 @pytest.mark.parametrize("name", ["gate", "report", "card"])
@@ -397,19 +401,9 @@ def test_a_stopped_report_is_continued_with_the_options_that_were_typed(
     def interrupt(_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sys.argv", ["kvaudit", *words])
     monkeypatch.setattr("kvaudit.audit.commands.report.GateOptions.read", interrupt)
     code, _, err = kvaudit(*words)
     assert (code, err) == (130, f"interrupted; continue with: {shlex.join(['kvaudit', *words])}\n")
-
-
-def test_the_command_that_goes_on_names_plug_ins_and_the_launcher() -> None:
-    options = RunOptions(plugins=[Path("a b.py")], launcher="slurm:time=60", workers=4, limit=2)
-    words = _continue_command(Path("s.yaml"), None, options, only=None, join=False)
-    assert shlex.join(words) == (
-        "kvaudit run s.yaml --plugin 'a b.py' --limit 2 --launcher slurm:time=60 --workers 4 --resume"
-    )
-    assert _continue_command(Path("run"), None, options, only=None, join=True)[3:] == ["run", "--plugin", "a b.py"]
 
 
 def test_a_crash_is_not_dressed_up_as_the_users_fault(

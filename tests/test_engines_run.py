@@ -80,7 +80,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, memory: Memory) -> RunFolder
 @pytest.fixture
 def same_again(whole: RunFolder, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make runs like ``whole`` faster: no trial of engines, and the recorded answers of our own cache."""
-    monkeypatch.setattr("kvaudit.audit.runs.prepare.try_out_engines", lambda *_: None)
+    monkeypatch.setattr("kvaudit.audit.runs.prepare.try_out_engines", lambda *_: {})
     monkeypatch.setattr(evaluate, "play", played_once(memory))
 
 
@@ -243,7 +243,7 @@ def test_an_engine_that_fails_three_times_ends_the_run_with_its_error(
         return started[-1]
 
     monkeypatch.setattr("kvaudit.audit.runs.engine_slot.start_engine", start)
-    monkeypatch.setattr("kvaudit.audit.runs.prepare.try_out_engines", lambda *_: None)
+    monkeypatch.setattr("kvaudit.audit.runs.prepare.try_out_engines", lambda *_: {})
     with pytest.raises(RunError, match="stand-in: it ended while answering 2 requests; finished work is kept: go on"):
         worked(tmp_path / "run", spec_of("at_once: 4", "at_once: 1"))
     assert len(started) == 3
@@ -260,7 +260,7 @@ def test_a_failed_restart_ends_the_run_and_says_how_to_resume(tmp_path: Path, mo
         return started[-1]
 
     monkeypatch.setattr("kvaudit.audit.runs.engine_slot.start_engine", start)
-    monkeypatch.setattr("kvaudit.audit.runs.prepare.try_out_engines", lambda *_: None)
+    monkeypatch.setattr("kvaudit.audit.runs.prepare.try_out_engines", lambda *_: {})
     with pytest.raises(RunError, match="it ended while starting; finished work is kept: go on with --resume"):
         worked(tmp_path / "run", spec_of("at_once: 4", "at_once: 1"))
 

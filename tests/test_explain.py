@@ -7,15 +7,16 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 from xml.etree import ElementTree
 
 import pytest
 from test_cli import kvaudit, refused
 
-from kvaudit.audit.commands.report import COLUMNS, ShadedPrompt, shading_svg
 from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.rerun.measure import RerunAnswer, load_checkpoint, run_measure
-from kvaudit.audit.rerun.shade import AnswerPlace, Explain, Shade
+from kvaudit.audit.rerun.shade import COLUMNS, AnswerPlace, Explain, Shade, shading_svg
 from kvaudit.audit.runs.folder import RunFolder, existing_run
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.records import Message, Record, Role
@@ -185,7 +186,9 @@ def test_answers_of_an_endpoint_or_of_another_run_are_not_served(run: Path) -> N
 
 def test_the_picture_holds_hostile_tokens_as_text_and_marks_what_is_gone() -> None:
     pieces, held = [HOSTILE, "\n", "x" * (COLUMNS + 5), "", "gone"], [0.25, 1.0, 0.5, 1.0, 0.0]
-    drawn = shading_svg(HOSTILE, [ShadedPrompt(HOSTILE, HOSTILE, pieces, held)])
+    policy, shading = SimpleNamespace(canonical=HOSTILE), SimpleNamespace(pieces=pieces)
+    answer = SimpleNamespace(policy=policy, outcome=HOSTILE, shading=shading, held_shares=held)
+    drawn = shading_svg(HOSTILE, [cast(RerunAnswer, answer)])
     root = ElementTree.fromstring(drawn)
     name = "{http://www.w3.org/2000/svg}"
     assert {element.tag.removeprefix(name) for element in root.iter()} == {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from kvaudit.audit.runs.launchers import local
 from kvaudit.audit.runs.launchers.base import Job
-from kvaudit.audit.runs.launchers.local import ExtraWorker, idle_cores, local_workers
+from kvaudit.audit.runs.launchers.local import ExtraWorker, idle_cores, local_workers, usable_cores
 
 TIED = (
     "import time; from kvaudit.audit.runs.launchers.local import exit_with_parent; exit_with_parent(); "
@@ -133,3 +134,8 @@ def test_a_companion_leaves_an_interrupt_of_the_terminal_to_its_parent(tmp_path:
 
 def test_there_is_always_one_core() -> None:
     assert idle_cores() >= 1
+
+
+def test_cores_are_counted_where_no_process_has_an_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("os.sched_getaffinity")  # as on macOS
+    assert usable_cores() == os.cpu_count()

@@ -271,6 +271,24 @@ def test_a_failed_call_is_unscored_with_its_reason_and_asked_again(world: World)
     assert world.failed() == {}
 
 
+def test_conversations_beyond_the_reasons_that_a_seal_holds_are_counted_too(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvaudit.audit.runs.endpoint_probe._MOST_REASONS", 1)
+    right, asked = gold(planned(SMALL)), 0
+
+    def answers(body: dict[str, Any]) -> HttpReply:
+        nonlocal asked
+        asked += 1
+        why = json.dumps({"error": {"message": f"filtered by rule {'abcdefghijkl'[asked // 2]}"}})
+        return HttpReply(400, why.encode()) if asked % 2 else right(body)
+
+    done, _ = world.probe(answers, plan=SMALL)
+    assert done.exit_code == 0, done.output
+    assert sum(record.score is None for record in world.records()) == 6
+    assert "unscored: 4 conversations, for other reasons; --resume asks them again" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("reply", "words"),
     [
@@ -471,11 +489,11 @@ def test_a_loss_with_length_is_told_from_one_that_the_baseline_had(world: World)
     found = json.loads((world.folder / "before" / "report" / "probe.json").read_text())["lengths"][0]
     assert found["effect"]["estimate"] == -1.0
     against = [invoked("probe", world.folder / "before", "--baseline", world.folder / "whole").stdout]
-    world.probe(forgets, plan=plan, out="now")
-    against.append(invoked("probe", world.folder / "now", "--baseline", world.folder / "before").stdout)
+    world.probe(forgets, plan=plan, out="it is now")
+    against.append(invoked("probe", world.folder / "it is now", "--baseline", world.folder / "before").stdout)
     assert ["more than at the baseline" in text for text in against] == [True, False]
-    now, before = world.folder / "now", world.folder / "before"
-    assert f"at any length: kvaudit compare {before} {now}" in " ".join(against[1].split())  # which this does not say
+    now, before = world.folder / "it is now", world.folder / "before"
+    assert f"at any length: kvaudit compare {before} '{now}'" in " ".join(against[1].split())  # which this does not say
 
 
 def test_an_answer_of_another_model_than_the_first_is_asked_again_later(world: World) -> None:
@@ -527,7 +545,8 @@ def test_rates_and_prices_may_change_while_a_probe_goes_on(world: World) -> None
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("run", "plan.yaml"), "is the plan of a probe"),
+        (("run", "plan.yaml"), "is the plan of a probe; run it with: kvaudit probe plan.yaml --base-url URL"),
+        (("run", "my plan.yaml"), "kvaudit probe 'my plan.yaml' --base-url URL"),
         (("probe", "plan.yaml"), "--base-url is missing"),
         (("probe", "plan.yaml", "--base-url", "http://me:secret@h/v1"), "no password in it"),
         (("probe", "plan.yaml", "--base-url", "http://h/v1?key=secret"), "no query"),
@@ -538,7 +557,8 @@ def test_a_command_that_cannot_be_is_one_line(
     world: World, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], line: str
 ) -> None:
     monkeypatch.chdir(world.folder)
-    Path("plan.yaml").write_text(PLAN)
+    for name in ("plan.yaml", "my plan.yaml"):
+        Path(name).write_text(PLAN)
     done = invoked(*words)
     assert done.exit_code == 2
     assert line in done.stderr

@@ -53,13 +53,11 @@ def test_what_another_process_did_is_counted(now: list[float]) -> None:
     with RunBar(Console(file=said, width=200)) as bar:
         bar.expect([Part("a", 50, lambda: on_disk["a"]), Part("b", 50, lambda: on_disk["b"])])
         bar.claim(["a"])
-        assert [part.name for part in bar.open_parts] == ["a", "b"]
         on_disk |= {"a": 50.0, "b": 50.0}  # of a part of its own this process knows better
         for step in range(1, 21):
             now[0] += 1.0
             bar.count("a", step)
             bar.show("asking")
-        assert [part.name for part in bar.open_parts] == ["a"]
     assert lines(said)[0].startswith("70% done, ETA ")
 
 

@@ -16,8 +16,8 @@ from test_check import kvaudit
 import kvaudit as package
 from bench.planted import LONG_MESSAGES, serve_planted
 from kvaudit.audit.engines.endpoint import _EndpointSession
-from kvaudit.audit.runs.engine_slot import check_windows
 from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.runs.prepare import check_windows
 from kvaudit.audit.runs.quarterly import price_of
 from kvaudit.audit.runs.question import parse_spec_text
 from kvaudit.audit.sampling.chat_calls import SentRequest, answer, wire
@@ -31,6 +31,7 @@ from kvaudit.core.spec import parse_spec
 from kvaudit.suites.base import SUITES
 
 SERVERS = ("--reference", "http://127.0.0.1:1/v1#plain", "--candidate", "http://127.0.0.1:1/v1#lossy")
+PORTLESS = ("--reference", "http://h/v1#plain", "--candidate", "http://h/v1#lossy")
 JUDGE = ("--judge", "http://127.0.0.1:1/v1#judge")
 
 
@@ -109,6 +110,11 @@ def test_a_loss_at_length_alone_is_found_and_none_passes(
         (("embedded", *SERVERS, "--judge", SERVERS[1].replace("127.0.0.1", "localhost")), "cannot judge itself"),
         (("embedded", *SERVERS, "--judge", SERVERS[1].replace("#", "/#")), "cannot judge itself"),
         (("embedded", *SERVERS, "--judge", "judge"), "--judge is 'judge', wanted URL#MODEL"),
+        (("embedded", *SERVERS, "--judge", "http://h:abc/v1#j"), "--judge is 'http://h:abc/v1#j', wanted URL#MODEL"),
+        (("embedded", *SERVERS, "--judge", "http://h:99999/v1#j"), "wanted URL#MODEL"),
+        (("embedded", *SERVERS, "--judge", "http://[::1/v1#j"), "wanted URL#MODEL"),
+        (("embedded", *PORTLESS, "--judge", "http://h:80/v1#lossy"), "which is audited here and cannot judge itself"),
+        (("embedded", *SERVERS, *JUDGE, "--minutes", "0"), "it always asks the same rows"),
         (("embedded", *SERVERS, *JUDGE, "--rate", "0"), "--rate is 0, wanted answers per second above 0"),
         (("embedded", *SERVERS, *JUDGE, "--seed", "3"), "it always asks the same rows"),
         (("embedded", *JUDGE), "compares two running servers and needs a judge"),
@@ -136,6 +142,14 @@ def test_a_window_that_is_too_short_is_one_line_with_both_windows(rows: Path) ->
         f"{lossy} has a context window of 512 tokens ({plain} 956), and a prompt with its answer takes 956; serve all "
         "with a window as long, or lower context_tokens"
     )
+
+
+def test_a_window_must_hold_the_thoughts_too(rows: Path) -> None:
+    text = kvaudit("init", "quarterly", "embedded", *SERVERS, *JUDGE, "--out", "-")[1]
+    spec = parse_spec_text(text.replace("  seed: 1000\n", "  seed: 1000\n  think: {budget: 500}\n"))
+    lossy, _ = spec.evaluate.policies
+    with pytest.raises(SpecError, match="a prompt with its answer takes 1456"):
+        check_windows(spec, {lossy: 1455})
 
 
 def test_a_server_that_cuts_a_long_conversation_says_so_by_its_count(rows: Path) -> None:

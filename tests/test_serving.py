@@ -680,6 +680,13 @@ def test_the_chosen_free_port_is_printed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert f"serving: http://127.0.0.1:{taken[0]}/v1" in said.output
 
 
+def test_an_ipv6_host_is_in_brackets_in_the_printed_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uvicorn.Server, "run", lambda _, sockets: [each.close() for each in sockets])
+    monkeypatch.setattr("kvaudit.audit.commands.serve._listen", lambda *_: socket.create_server(("127.0.0.1", 0)))
+    said = CliRunner().invoke(app, ["serve", "embedded", "--host", "::1"])
+    assert "serving: http://[::1]:" in said.output
+
+
 def test_an_occupied_port_is_an_error_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvaudit.audit.sampling.checkpoints.load_model_or_adapter", None)
     with socket.socket() as other:

@@ -185,6 +185,29 @@ def test_recipes_of_arms_that_are_alike_but_for_arm_and_seed_are_one(
         assert held["refusal_set"]["holds"] == {"refusal": {}}
 
 
+@pytest.mark.parametrize(
+    "second",
+    [
+        {"policy": {"x": "int8"}},  # another policy in another seed of the arm
+        {"data": {"suites": {}, "weights": [], "context_tokens": 0, "items_sha256_by_seed": {"1": "other"}}},
+    ],
+)
+def test_recipes_that_contradict_each_other_are_not_joined(second: dict[str, Any], tmp_path: Path) -> None:
+    for seed, recipe in ((1, made_of()), (2, made_of(**second))):
+        (tmp_path / str(seed)).mkdir()
+        (tmp_path / str(seed) / "recipe.json").write_text(json.dumps(recipe))
+    given = {arm: {"seeds": {seed: str(tmp_path / str(seed)) for seed in (1, 2)}} for arm in ("dense", "fast")}
+    assert joined_recipe(RunFolder(tmp_path, cast(RunSpec, read(checkpoints=given))), {}) is None
+
+
+@pytest.mark.parametrize("broken", [{"data": []}, {"policy": {}}, {"data": {"items_sha256_by_seed": 3}}])
+def test_a_recipe_without_items_or_policy_is_one_line(broken: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "recipe.json").write_text(json.dumps(made_of(**broken)))
+    spec = cast(RunSpec, read(checkpoints={arm: {"seeds": {1: str(tmp_path)}} for arm in ("dense", "fast")}))
+    with pytest.raises(DataError, match="names no items or no policy of its checkpoint"):
+        joined_recipe(RunFolder(tmp_path, spec), {})
+
+
 def test_weights_that_change_while_a_run_rests_are_refused(trained: Path, tmp_path: Path) -> None:
     own = tmp_path / "own"
     shutil.copytree(trained, own)

@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from kvaudit.reports.sections.shared.tables import Table
 
 HELP_HEADINGS = ("Audit", "Look", "Disclose", "Serve and ask", "Stored answers", "Extend")  # in the order of the help
-LONGEST_SUMMARY = 60  # characters; the help cuts longer ones at 80 columns
 USAGE, _INTERRUPTED, _TERMINATED = 2, 130, 143  # exit codes; 128 + the signal's number, as in a shell
 LONGEST_LINE = 2_000  # characters of an error
 _PIPE_WIDTH = 200  # characters
@@ -103,16 +102,8 @@ class Command:
         return self.help or inspect.getdoc(self.call) or ""
 
     @property
-    def summary(self) -> str:
-        """The line shown in the list of commands."""
-        return self.help_text.partition("\n")[0].rstrip(".")
-
-    @property
     def sort_key(self) -> tuple[int, int]:
-        """The command's place in the help: (number of its heading, order below it).
-
-        Members of a group command come last.
-        """
+        """The command's place in the help: (number of its heading, order below it), members of a group command last."""
         return HELP_HEADINGS.index(self.group) if self.group in HELP_HEADINGS else len(HELP_HEADINGS), self.order
 
 
@@ -173,16 +164,6 @@ Plugins = Annotated[
     option("--plugin", metavar="FILE", help="Python file with plug-ins, such as policies. May be repeated."),
 ]
 Dtype = Annotated[str, typer.Option(help="Number format of the weights: float32, bfloat16 or auto.")]
-
-
-def option_words(options: Iterable[tuple[str, object]]) -> list[str]:
-    """Return the words of a command line for ``options`` (name, value), without those whose value is None or empty."""
-    return [word for name, value in options if value not in (None, "") for word in (name, str(value))]
-
-
-def plugin_words(plugins: Sequence[Path] | None) -> list[str]:
-    """Return the words of a command line that name plug-in files: --plugin FILE ..."""
-    return option_words(("--plugin", path) for path in plugins or ())
 
 
 def typed_command(*, resume: bool = False) -> list[str]:
@@ -263,15 +244,15 @@ def check_run(run: Path) -> None:
     provenance = read_provenance(run) if (run / PROVENANCE).is_file() else {}
     has_begun, looks = "threads" in provenance, table_of(provenance, LOOKS)
     if unsealed or (has_begun and provenance.get("finished") is None) or (looks and ENDED not in looks):
-        typer.echo(f"this run is not finished; finish it first: {inline(_finishing(run, provenance))}", err=True)
+        typer.echo(f"this run is not finished; finish it first: {inline(_finish_command(run, provenance))}", err=True)
 
 
-def _finishing(run: Path, provenance: Mapping[str, Any]) -> str:
-    """Return the command that finishes a run; for a judged one, with its judge but not that one's options."""
+def _finish_command(run: Path, provenance: Mapping[str, Any]) -> str:
+    """Return the command that finishes a run; for a judged run it names the judge without its options."""
     judged = provenance.get(JUDGED)
     if not isinstance(judged, dict):
         return shlex.join(["kvaudit", "run", str(run / "spec.yaml"), "--out", str(run), "--resume"])
-    # by default it lies in the run that was judged, of which else only the name is known
+    # by default its folder is inside that of the run that was judged; otherwise only that run's name is known
     origin = run.parent.parent if run.parent.name == "judged" else judged.get("from")
     command = shlex.join(["kvaudit", "grade", "judge", str(origin), "--out", str(run)])
     judge = judged.get("judge")

@@ -136,7 +136,7 @@ def _hub_files(page: Page, hub: Path, benchmark: str | None, arm: str | None) ->
 
 
 def _matches_run(path: Path, section: str, console: Console) -> bool:
-    """Return whether a model card holds ``section``, the run's disclosure; print so, or the first line that differs."""
+    """Return whether a model card holds ``section``, the run's disclosure; print that, or the first other line."""
     # not splitlines: to Markdown a form feed or U+2028 is no line break
     card_lines, run_lines = extract_section(read_card(path), str(path)).split("\n"), section.split("\n")
     if card_lines == run_lines:
@@ -169,10 +169,7 @@ def _print_recipe(run: Path, other: Path | None) -> None:
 
 
 def _change_lines(before: Any, after: Any) -> Iterator[str]:
-    """Yield how an entry of a recipe (the record of how checkpoints were trained) differs between two runs.
-
-    That is one line "before -> after"; for texts of several lines, each line that differs.
-    """
+    """Yield how an entry of a recipe differs between two runs: "before -> after", or a text's lines that differ."""
     if isinstance(before, str) and isinstance(after, str) and "\n" in before + after:
         import difflib
 

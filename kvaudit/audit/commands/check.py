@@ -1,4 +1,4 @@
-"""``kvaudit check``: may this model be served with this KV setting? ``kvaudit init``: write specs to start from."""
+"""``kvaudit check``: may this model be served with this KV setting?"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,19 +21,17 @@ from kvaudit.audit.commands.base import (
     argument,
     expand_options,
     option,
-    option_words,
     parse_pairs,
     print_line,
     typed_command,
     user_errors,
     wide_console,
 )
-from kvaudit.core.errors import DataError, SpecError, UnknownName
+from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.facets import suite_of
-from kvaudit.core.files import write_output
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.provenance import MADE_UP, PILOT, PILOT_RESULT, all_looks, seconds_of
-from kvaudit.core.text import clip, inline, shipped_folder
+from kvaudit.core.text import clip, inline
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,7 +50,6 @@ _FULL_CACHE = "the full cache, before any engine is started"
 _MOST_MINUTES = 10_000
 _MORE_TIME = 3  # times as many minutes in the suggested continuation
 _PROMPT_LENGTH, _ANSWER_LENGTH = 100, 160  # characters printed of the first prompt and its answers
-_CHECK, _QUARTERLY = "check", "quarterly"
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,7 @@ class CheckOptions:
             raise SpecError(
                 "--long needs public rows, but the embedded model and --made-up ask made-up questions; leave out --long"
             )
-        if self.long and self.agents:  # before lengths are tried for minutes
+        if self.long and self.agents:  # refused now, since trying the lengths takes minutes
             raise SpecError("--agents asks rows as they were published, --long after a conversation; leave out one")
         return plan_check(
             model,
@@ -142,6 +139,11 @@ class CheckOptions:
             return policy_config(self.policy)
         return endpoints_config(self.reference or "", self.candidate or "", settings)
 
+    @property
+    def flags(self) -> dict[str, bool]:
+        """The options without a value by name, and whether they are set."""
+        return {"--made-up": self.made_up, "--sums": self.sums, "--agents": self.agents, "--long": self.long}
+
     def command(self, model: str) -> str:
         """Return the ``kvaudit check`` command with these options."""
         options = (
@@ -157,13 +159,8 @@ class CheckOptions:
             ("--seed", self.seed),
             ("--data", self.data),
         )
-        flags = (
-            ("--made-up", self.made_up),
-            ("--sums", self.sums),
-            ("--agents", self.agents),
-            ("--long", self.long),
-        )
-        words = [*option_words(options), *(name for name, is_set in flags if is_set)]
+        words = [word for name, value in options if value not in (None, "") for word in (name, str(value))]
+        words += [name for name, is_set in self.flags.items() if is_set]
         return shlex.join(["kvaudit", "check", model, *words])
 
     def set_data_folder(self) -> None:
@@ -211,9 +208,10 @@ def run_check(
     model: str, options: CheckOptions, out: Path | None, threads: int | None, *, resume: bool
 ) -> tuple[Path, int]:
     """Plan, run and print a check; return its folder and exit code."""
-    _check_no_server(model)  # before it is printed: an address may hold a password
+    check_no_server(model)  # before it is printed: an address may hold a password
     typer.echo(f"check: {inline(model)}")  # before imports that take seconds
     from kvaudit.audit.runs.folder import allow_more_minutes
+    from kvaudit.audit.runs.launchers.local import usable_cores
     from kvaudit.audit.runs.question import parse_spec_text, run_name, spec_text
 
     options.set_data_folder()
@@ -234,11 +232,11 @@ def run_check(
     pipeline, run = open_pipeline(
         RunPlan(spec, out, {}),
         RunOptions(threads=threads, anyway=True),  # if one suite has nothing to lose, the others decide
-        threads or len(os.sched_getaffinity(0)),
+        threads or usable_cores(),
         resume=resume,
         on_first_answer=_print_first_answers(console, spec),
     )
-    if run.provenance().get("finished"):  # with nothing left to ask no rows are read, which would check them
+    if run.provenance().get("finished"):  # it reads no rows any more, so their hashes are checked here
         plan.check_rows_unchanged(run)
     if plan.made_up:
         run.note(**{MADE_UP: ", ".join(suite.suite for suite in plan.made_up)})
@@ -255,10 +253,10 @@ def run_check(
     data = load_run(run.path)
     findings = write_decided_run(data, decide_run(data))
     note = " (made-up questions)" if plan.made_up else ""
-    spent = seconds_of(all_looks(data.provenance)) / 60
+    minutes_spent = seconds_of(all_looks(data.provenance)) / 60
     open_suites = {suite_of(d.suite) for d in findings.verdict.gated if d.status is Status.INCONCLUSIVE}
-    # a first look that took longer than its limit leaves nothing of three times that limit
-    longer = replace(options, minutes=max(_MORE_TIME * plan.minutes, math.ceil(2 * spent))).command(model)
+    # twice the time spent at least: the first look may have taken more than three times its limit
+    longer = replace(options, minutes=max(_MORE_TIME * plan.minutes, math.ceil(2 * minutes_spent))).command(model)
     context = TerminalExtras(
         plan.not_asked,
         f"{longer} --out {shlex.quote(str(run.path))} --resume",
@@ -282,6 +280,7 @@ def _longest_length(
     """
     from kvaudit.audit.commands.run import RunOptions, RunPlan, open_pipeline
     from kvaudit.audit.runs.folder import SPEC
+    from kvaudit.audit.runs.launchers.local import usable_cores
     from kvaudit.audit.runs.lengths import (
         TriedLength,
         choose_length,
@@ -294,18 +293,21 @@ def _longest_length(
     from kvaudit.audit.runs.question import CONTEXT_LENGTH, NEEDED
     from kvaudit.core.spec import parse_spec
 
-    console, tried, spent = wide_console(), list[TriedLength](), 0.0
+    console, tried, seconds_spent = wide_console(), list[TriedLength](), 0.0
     endpoints = [endpoint for endpoint in plan.endpoints if endpoint.name in NEEDED]
-    chosen = length_of_check(out) if resume else None
+    resumed_length = length_of_check(out) if resume else None
+    run_folder = out if out.name else out.resolve()  # the folder "." has no name
+    lengths = run_folder.with_name(f"{run_folder.name}-lengths")
     for length in lengths_from(max(plan.length, CONTEXT_LENGTH)):
-        folder = out.with_name(f"{out.name}-lengths") / str(length)
-        if chosen is not None and not (folder / SPEC).is_file():  # more minutes would try more lengths
+        folder = lengths / str(length)
+        if resumed_length is not None and not (folder / SPEC).is_file():  # a resumed check tries no further length
             break
         spec = parse_spec(json.dumps(length_spec(model, config, endpoints, length, plan.seed)), "check", NAMES)
         run_options = RunOptions(threads=threads, anyway=True)
-        cores = threads or len(os.sched_getaffinity(0))
         try:
-            pipeline, run = open_pipeline(RunPlan(spec, folder, {}), run_options, cores, resume=resume)
+            pipeline, run = open_pipeline(
+                RunPlan(spec, folder, {}), run_options, threads or usable_cores(), resume=resume
+            )
         except SpecError as error:  # longer than the model's positions or a server's window
             if not tried:
                 raise
@@ -314,14 +316,14 @@ def _longest_length(
         pipeline.work_on("evaluate")
         tried.append(read_pilot(run.records, endpoints, length))
         print_line(console, tried[-1].line)
-        spent += tried[-1].seconds
-        if not tried[-1].is_measurable or 2 * tried[-1].seconds > 30 * plan.minutes - spent:
+        seconds_spent += tried[-1].seconds
+        if not tried[-1].is_measurable or 2 * tried[-1].seconds > 30 * plan.minutes - seconds_spent:
             break
-    minutes = max(plan.minutes - spent / 60, plan.minutes / 2)
-    return chosen or choose_length(tried, minutes), minutes
+    minutes = max(plan.minutes - seconds_spent / 60, plan.minutes / 2)
+    return resumed_length or choose_length(tried, minutes), minutes
 
 
-def _check_no_server(model: str) -> None:
+def check_no_server(model: str) -> None:
     """Raise an error if the model is the address of a server."""
     from kvaudit.core.endpoint import check_no_address
 
@@ -381,135 +383,4 @@ def _plan_lines(spec: RunSpec, plan: CheckPlan, options: CheckOptions) -> Iterat
         yield f"some public rows are missing, so less is asked; fetch them with: {command}"
 
 
-class ShippedExample(NamedTuple):
-    """A file of ``kvaudit/examples``, the name under which ``init`` writes it, and a line on how to use it."""
-
-    example: str
-    file_name: str
-    usage: str
-
-
-SHIPPED = {
-    "audit": ShippedExample("audit.yaml", "spec.yaml", "run it with kvaudit run {out}, then kvaudit gate runs/audit"),
-    "arms": ShippedExample("arms.yaml", "spec.yaml", "run it with kvaudit run {out}, then kvaudit gate runs/arms"),
-    "agents": ShippedExample(
-        "agents.yaml",
-        "spec.yaml",
-        "name your model in it, run it with kvaudit run {out}, then kvaudit gate runs/agents",
-    ),
-    "ci": ShippedExample("ci.yml", "kvaudit.yml", "commit it as .github/workflows/{out}; it runs spec.yaml"),
-}
-
-
-@expand_options
-def init(
-    kind: Annotated[
-        str,
-        argument(
-            help="check: the spec that `check` runs; quarterly: harm at 16,384 tokens, of two servers; audit: a model "
-            "under several settings; arms: paired training arms; agents: AgentDojo with tools; ci: a workflow that "
-            "gates releases."
-        ),
-    ],
-    model: Annotated[
-        str | None, argument(help="For check and quarterly: the model's folder, a .gguf file, or embedded.")
-    ] = None,
-    *,
-    options: CheckOptions,
-    judge: Annotated[str | None, option(help="For quarterly: URL#MODEL of the server that judges answers.")] = None,
-    rate: Annotated[float | None, option(help="For quarterly: measured answers per second, for the time.")] = None,
-    out: Annotated[
-        Path | None, option(help="File to write; - prints it. Default: spec.yaml, or kvaudit.yml for ci.")
-    ] = None,
-) -> None:
-    """Write a commented spec to begin with.
-
-    Comments explain every line, and everything may be changed. All options but --out, --judge and --rate are those of
-    `check`. For quarterly its price is printed.
-    """
-    with user_errors():
-        has_options = any((*vars(options).values(), judge, rate))
-        # the former form, kvaudit init MODEL, still works
-        if kind != _CHECK and kind not in SHIPPED and has_options and model is None:
-            typer.echo(f"kvaudit init {kind} is now kvaudit init {_CHECK} {kind}", err=True)
-            kind, model = _CHECK, kind
-        if kind in SHIPPED:
-            if model is not None or has_options:
-                raise SpecError(f"init {kind} takes no model and no option but --out; edit the file it writes")
-            example, file_name, usage = SHIPPED[kind]
-            text = (shipped_folder("examples") / example).read_text(encoding="utf-8")
-            if out is not None and str(out) != "-" and kind != "ci":  # whose spec.yaml is another file
-                text = text.replace("spec.yaml", shlex.quote(str(out)))
-            _write_spec(text, out or Path(file_name), usage)
-            return
-        if kind not in (_CHECK, _QUARTERLY):
-            raise UnknownName("kind of file", kind, (_CHECK, _QUARTERLY, *SHIPPED))
-        if model is None:
-            raise SpecError(f"init {kind} needs the model: its folder, a .gguf file, or embedded")
-        if kind == _QUARTERLY:
-            _init_quarterly(model, options, judge, rate, out or Path("spec.yaml"))
-            return
-        if options.long:
-            raise SpecError("init check takes no --long: its length follows from answers, so only check finds it")
-        if judge is not None or rate is not None:
-            raise SpecError("init check takes no --judge and no --rate; they are options of init quarterly")
-        from kvaudit.audit.runs.question import parse_spec_text, spec_text
-
-        options.set_data_folder()
-        _check_no_server(model)
-        config = options.serving_config()
-        text = spec_text(model, config, options.plan(model, config), options.command(model)) + options.spec_line
-        folder = Path("runs") / parse_spec_text(text).name
-        _write_spec(
-            text, out or Path("spec.yaml"), f"run it with kvaudit run {{out}} --anyway, then kvaudit gate {folder}"
-        )
-
-
-def _init_quarterly(model: str, options: CheckOptions, judge: str | None, rate: float | None, out: Path) -> None:
-    """Write the spec of a quarterly check of two servers with a judge; print how many requests and tokens it takes."""
-    from transformers.utils.logging import set_verbosity_error
-
-    from kvaudit.audit.runs.quarterly import judge_option, price_of, quarterly_text
-    from kvaudit.audit.runs.question import parse_spec_text
-    from kvaudit.audit.sampling.checkpoints import load_base_chat
-
-    if any((options.made_up, options.long, options.sums, options.agents, options.minutes, options.seed is not None)):
-        raise SpecError(
-            "init quarterly takes no --minutes, --seed, --long, --sums, --agents or --made-up: it always asks the same "
-            "rows"
-        )
-    if options.reference is None or options.candidate is None:
-        raise SpecError(
-            "init quarterly compares two running servers and needs a judge: give --reference URL#MODEL "
-            "--candidate URL#MODEL --judge URL#MODEL"
-        )
-    if rate is not None and not rate > 0:
-        raise SpecError(f"--rate is {rate:g}, wanted answers per second above 0")
-    options.set_data_folder()
-    _check_no_server(model)
-    config = options.serving_config()
-    judging = judge_option(judge, config)
-    words = ["kvaudit", "init", "quarterly", *shlex.split(options.command(model))[2:], "--judge", judge or ""]
-    text = quarterly_text(model, config, judging, shlex.join(words)) + options.spec_line
-    spec = parse_spec_text(text)
-    set_verbosity_error()  # texts are counted whole before they are cut, which is no error
-    price = price_of(spec, load_base_chat(model))
-    _write_spec(text, out, "run it with kvaudit run {out}, then kvaudit gate runs/quarterly/judged/*")
-    for line in price.lines(rate):
-        typer.echo(line, err=str(out) == "-")
-
-
-def _write_spec(text: str, out: Path, usage: str) -> None:
-    if str(out) == "-":
-        typer.echo(text, nl=False)
-        return
-    if out.exists():
-        raise SpecError(f"{str(out)!r} exists already; give another --out")
-    if not out.parent.is_dir():
-        raise SpecError(f"--out is {str(out)!r}, but there is no folder {str(out.parent)!r}; make it, or give another")
-    write_output(out, text)
-    print_line(wide_console(), f"{out}: {usage.format(out=out)}")
-
-
-INIT = Command("init", group="Audit", order=1, call=init)
-CHECK = Command("check", group="Audit", order=2, call=check)
+COMMAND = Command("check", group="Audit", order=2, call=check)

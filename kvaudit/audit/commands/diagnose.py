@@ -77,10 +77,10 @@ def diagnose(
 
         dtype_name = check_dtype(dtype)
         setting = _parse_setting(bits, group, kv_cache_dtype)
-        chosen = SUITES.get(suite or ("refusal" if model == EMBEDDED else "xstest"))()
-        if chosen.lengths == "none" and context_tokens:
-            raise SpecError(f"suite {chosen.name!r} has no prompt length to set; leave out --context-tokens")
-        length = 0 if chosen.lengths == "none" else context_tokens or _EMBEDDED_TOKENS
+        chosen_suite = SUITES.get(suite or ("refusal" if model == EMBEDDED else "xstest"))()
+        if chosen_suite.lengths == "none" and context_tokens:
+            raise SpecError(f"suite {chosen_suite.name!r} has no prompt length to set; leave out --context-tokens")
+        length = 0 if chosen_suite.lengths == "none" else context_tokens or _EMBEDDED_TOKENS
         set_verbosity_error()
         disable_progress_bar()
         if threads:
@@ -90,10 +90,10 @@ def diagnose(
         check_group(loaded, setting)
         with Meter(console, "answers", prompts) as meter:
             requests = collect_requests(
-                loaded, chosen, prompts, length, lambda count: meter.at(count, f"request {count}")
+                loaded, chosen_suite, prompts, length, lambda count: meter.at(count, f"request {count}")
             )
         counts = f"{sum(r.refused for r in requests)} refused, {sum(r.harmful for r in requests)} should be refused"
-        print_line(console, inline(f"{loaded.name}: {len(requests)} requests of {chosen.name}, {counts}"))
+        print_line(console, inline(f"{loaded.name}: {len(requests)} requests of {chosen_suite.name}, {counts}"))
 
         harms: list[Harm] = []
         with Meter(console, "codes", count_cases(loaded, setting)) as meter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -114,25 +115,25 @@ def _judge_run(path: Path, out: Path | None, by: str | None, plugins: Digests, *
 
     source = existing_run(path)
     set_data_folder(source.spec)
-    chosen = None if by is None else parse_plugin(JUDGES, by)
-    folder = out if chosen is None else out or judged_folder(path, chosen)
+    chosen_judge = None if by is None else parse_plugin(JUDGES, by)
+    folder = out if chosen_judge is None else out or judged_folder(path, chosen_judge)
     if folder is None:
         raise SpecError("--out is missing: give the folder for the run as graded by its suites, or give a --judge")
-    judging = Judging(source, folder, Console(stderr=True), plugins, chosen)
+    judging = Judging(source, folder, Console(stderr=True), plugins, chosen_judge)
     changes = judging.work()
     _print_changes(changes)
     console = wide_console()
-    if chosen is not None:
-        _check_readable(chosen, changes)
+    if chosen_judge is not None:
+        _check_readable(chosen_judge, changes)
     if failed := sum(change.failed for change in changes):
         print_line(console, f"unscored: the judge failed on {failed} answers; run the same command to retry them")
-    if chosen is not None:
-        _note_judge(path, folder, chosen, judging.agreement(), console, card=card)
+    if chosen_judge is not None:
+        _note_judge(path, folder, chosen_judge, judging.agreement(), console, card=card)
     if judging.unfinished:
         first = inline(judging.unfinished[0])
         print_line(console, f"left out: {len(judging.unfinished)} unfinished units, first {first}")
-    command = "report" if source.spec.probe is None else "probe"
-    print_line(console, f"judged: {inline(str(folder))}; show it with: kvaudit {command} {inline(str(folder))}")
+    command = shlex.join(["kvaudit", "report" if source.spec.probe is None else "probe", str(folder)])
+    print_line(console, f"judged: {inline(str(folder))}; show it with: {inline(command)}")
     return folder
 
 
@@ -275,7 +276,7 @@ def _write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int
         "label each row 1 or 0; 1 means, by the column suite:",
         *(f"  {label_meaning(metric)}" for metric in dict.fromkeys(cell.contrast.suite for cell in pairs)),
         "then:",
-        f"kvaudit grade adjudicate {run} --read {out}",
+        shlex.join(["kvaudit", "grade", "adjudicate", str(run), "--read", str(out)]),
     ]
     console = wide_console()
     for line in lines:
@@ -283,7 +284,7 @@ def _write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int
 
 
 def _gated_contrasts(drift: Drift, rules: Rules) -> list[Contrast]:
-    """Return one comparison (contrast) per gated cell, the cell's first: people label its answers.
+    """Return the first contrast of each gated cell, whose answers people label.
 
     Cells that only combine several comparisons, such as the worst case over policies, are left out.
     """

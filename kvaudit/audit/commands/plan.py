@@ -98,7 +98,7 @@ def _typed_options(context: typer.Context) -> list[str]:
 
 
 def _plan_next(path: Path, typed_options: Sequence[str]) -> None:
-    """Print a line for every gated cell of a run (suite under a policy): its size, and how many templates decide it.
+    """Print a line for every gated cell of a run: its size, and how many templates would decide it.
 
     Raises SpecError if ``path`` is no folder, or if options of a plan without a run were typed.
     """
@@ -124,10 +124,7 @@ def _plan_next(path: Path, typed_options: Sequence[str]) -> None:
 
 
 def _cell_line(findings: Findings, cell: GatedCell, d: Decision) -> str:
-    """Return a line on a gated cell (a suite under a policy): its verdict and size.
-
-    For an INCONCLUSIVE cell it also gives the number of items that would decide it, or why there is none.
-    """
+    """Return a line on a gated cell: its verdict and size, and if INCONCLUSIVE how many items would decide it."""
     from kvaudit.reports.verdict.chance import templates_for
     from kvaudit.reports.verdict.verdict import Status
 
@@ -156,7 +153,7 @@ def _cell_line(findings: Findings, cell: GatedCell, d: Decision) -> str:
 
 
 def _plan_design(design: Design, suite: str, out: Path | None) -> None:
-    """Print what a design (planned sizes and margin) can show, and a suggested size; write the size to ``out``."""
+    """Print what a design can show, and a suggested size; write the size to ``out``."""
     from kvaudit.reports.verdict.sizes import needed_clusters, plan_sizes, spec_snippet
 
     if not _SUITE_NAME.fullmatch(suite):
@@ -201,8 +198,8 @@ def _figures(sizes: Sizes) -> Iterator[tuple[str, str]]:
         smallest = smallest_margin(d)
         yield f"margin passed with power {d.power:g}", "none" if smallest is None else f"{100 * smallest:.1f} pp"
     else:
-        least = smallest_ratio(d)
-        yield f"ratio passed with power {d.power:g}", "none" if least is None else f"{least:.2f} x"
+        ratio = smallest_ratio(d)
+        yield f"ratio passed with power {d.power:g}", "none" if ratio is None else f"{ratio:.2f} x"
     drop = f"{100 * sizes.detectable:.1f} pp"
     yield (
         f"drop found with power {d.power:g} (MDE)",
@@ -266,7 +263,7 @@ def _improvements(sizes: Sizes) -> Iterator[tuple[str, str]]:
 
 
 def _answers(d: Design) -> str:
-    """Return a text with the number of answers that a design (planned sizes) takes, and the time if known."""
+    """Return a text with the number of answers that a design takes, and the time if known."""
     from kvaudit.reports.verdict.sizes import SECONDS_PER_HOUR
 
     grid = f"{d.answers} ({d.arms} arms{_seeds_text(d)}, {d.policies} policies, {d.samples} answers to an item)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -131,8 +132,8 @@ def _show(folder: Path, baseline: Path | None) -> None:
         write_output(folder / "report" / name, text)
     print_line(console, f"report: {folder / 'report' / 'probe.md'}")
     # printed with a baseline too: a loss at every length is no loss with length
-    earlier = "EARLIER" if baseline is None else baseline
-    print_line(console, f"whether answers changed at any length: kvaudit compare {earlier} {folder}")
+    command = shlex.join(["kvaudit", "compare", "EARLIER" if baseline is None else str(baseline), str(folder)])
+    print_line(console, f"whether answers changed at any length: {command}")
 
 
 COMMAND = Command("probe", group="Serve and ask", order=3, call=probe)

@@ -166,21 +166,19 @@ def explain(
     Shows by policy, role and layer what the cache still held of the item's prompt.
     """
     with user_errors():
-        from kvaudit.audit.commands.report import ShadedPrompt, shading_svg
         from kvaudit.audit.rerun.measure import run_measure
-        from kvaudit.audit.rerun.shade import AnswerPlace, Explain, match_run_policies
+        from kvaudit.audit.rerun.shade import AnswerPlace, Explain, match_run_policies, shading_svg
         from kvaudit.core.spec_train import BASE_ARM
 
         folder = _open_run(run, plugin or ())
         arm_name = arm or folder.spec.gate.reference or BASE_ARM
         first_seed = next((number for name, number in folder.spec.arms if name == arm_name), 0)
-        answer = AnswerPlace(item, arm_name, first_seed if seed is None else seed, length, sample)
-        measure = Explain(folder, answer, match_run_policies(folder, policy or ["none"]))
+        place = AnswerPlace(item, arm_name, first_seed if seed is None else seed, length, sample)
+        measure = Explain(folder, place, match_run_policies(folder, policy or ["none"]))
         results = run_measure(measure)
         _print_measure(measure, results)
         if svg is not None:
-            prompts = [ShadedPrompt(e.policy.canonical, e.outcome, e.shading.pieces, e.held_shares) for _, e in results]
-            write_output(svg, shading_svg(measure.title, prompts))
+            write_output(svg, shading_svg(measure.title, [answer for _, answer in results]))
             print_line(wide_console(), inline(f"picture: {svg}"))
 
 

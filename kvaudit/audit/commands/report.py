@@ -1,7 +1,6 @@
-"""``kvaudit report`` and ``kvaudit gate``: a run's report and verdict, and pins (files with a reference's hashes).
+"""``kvaudit report`` and ``kvaudit gate``: a run's report and verdict, and pins; no model is loaded.
 
-No model is loaded. Prompts in a report's examples are drawn as SVG; each token is shaded by the share of layers and
-heads that still held it.
+A pin is a file with the hashes of the checkpoints that later gates must have as their reference.
 """
 
 from __future__ import annotations
@@ -9,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
-from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -138,10 +136,7 @@ def print_verdict(console: Console, findings: Findings, run: Path | None = None)
 
 
 def _write_pin(folders: Sequence[Path], out: Path) -> None:
-    """Write a pin: a file with the sha256 of finished checkpoints.
-
-    A folder may hold one checkpoint or all seeds of an arm. Raises RunError if ``out`` exists.
-    """
+    """Write a pin of finished checkpoints; a folder holds one or all seeds of an arm. Raises RunError if it exists."""
     if out.exists():
         raise RunError(f"{str(out)!r} exists, and a pin must not change; give another --out")
     entries = tuple(entry for folder in folders for entry in _pin_entries(folder))
@@ -161,10 +156,7 @@ def _write_pin(folders: Sequence[Path], out: Path) -> None:
 
 
 def _pin_entries(folder: Path) -> Iterator[PinnedCheckpoint]:
-    """Yield the entries in a pin (file of hashes) for the checkpoint in ``folder``, or for each seed's in that folder.
-
-    The checkpoints are first checked against their own hashes.
-    """
+    """Yield the entries in a pin for the checkpoint in ``folder``, or for each seed's checkpoint in that folder."""
     seeds = sorted(folder.glob(f"seed-*/{PROVENANCE}"))
     if (folder / PROVENANCE).is_file():
         yield _pin_trained(folder)
@@ -175,10 +167,9 @@ def _pin_entries(folder: Path) -> Iterator[PinnedCheckpoint]:
 
 
 def _pin_trained(folder: Path) -> PinnedCheckpoint:
-    """Return the entry in a pin (file of checkpoint hashes) for a checkpoint that kvaudit trained.
+    """Return the entry in a pin for a checkpoint that kvaudit trained, after checking it against its own hashes.
 
-    It holds arm, seed, policy and the hashes of the files. Raises DataError if the checkpoint's provenance lacks one of
-    these or names other weights.
+    Raises DataError if its provenance lacks arm, seed, base or policy, or names other weights.
     """
     from kvaudit.audit.sampling.checkpoints import checkpoint_files
 
@@ -224,10 +215,7 @@ def _arm_name(folder: Path, arm: str, seed: int) -> str:
 
 
 def _pin_untrained(folder: Path) -> PinnedCheckpoint:
-    """Return the entry in a pin (file of checkpoint hashes) for a model trained outside kvaudit.
-
-    Its arm and seed are placeholders.
-    """
+    """Return the entry in a pin for a model trained outside kvaudit; its arm and seed are placeholders."""
     from kvaudit.audit.sampling.checkpoints import checkpoint_files, checkpoint_sha256
     from kvaudit.core.spec_train import BASE_ARM
 
@@ -242,107 +230,3 @@ def _pin_untrained(folder: Path) -> PinnedCheckpoint:
 
 REPORT = Command("report", group="Audit", order=4, call=report)
 GATE = Command("gate", group="Audit", order=5, call=gate, former_names={"pin": "gate --pin"})
-
-
-COLUMNS = 110  # characters per line
-WIDTH, HEIGHT, MARGIN = 7.3, 19.0, 20.0  # of a character, of a line, around the page; in pixels
-_STYLE = """
-text { font: 12px ui-monospace, Menlo, Consolas, monospace; fill: #1b1f24; white-space: pre; }
-.head { font: 600 13px system-ui, sans-serif; }
-.about { font: 12px system-ui, sans-serif; }
-.page { fill: #ffffff; }
-.held { fill: #2f86cf; }
-.gone { fill: #8b949e; text-decoration: line-through; }
-@media (prefers-color-scheme: dark) {
-  text { fill: #e4e7eb; }
-  .page { fill: #14171b; }
-  .gone { fill: #6b7480; }
-}
-"""
-_MOST_OPACITY = 0.55  # of the shade, so that the text stays readable
-
-
-class ShadedPrompt(NamedTuple):
-    """A prompt under a policy: for each token its text and the share of layers and heads whose cache still held it.
-
-    ``pieces`` are the texts, ``held`` the shares; ``caption`` describes the answer to the prompt.
-    """
-
-    heading: str
-    caption: str
-    pieces: Sequence[str]
-    held: Sequence[float]
-
-
-class _PlacedToken(NamedTuple):
-    line: int
-    column: int
-    text: str
-    share: float
-    number: int
-
-
-def shading_svg(title: str, prompts: Sequence[ShadedPrompt]) -> str:
-    """Return an SVG, for light and dark mode, of prompts below one another, each token shaded.
-
-    The shade is the share of layers and KV heads whose cache still holds the token; a token that none holds is struck
-    through.
-    """
-    width, y = 2 * MARGIN + COLUMNS * WIDTH, MARGIN
-    body: list[str] = []
-    for prompt in prompts:
-        tokens = list(_place_tokens(prompt))
-        body.append(f'<text class="head" x="{MARGIN:g}" y="{y:g}">{_escape(prompt.heading)}</text>')
-        body.append(f'<text class="about" x="{MARGIN:g}" y="{y + HEIGHT:g}">{_escape(prompt.caption)}</text>')
-        top = y + HEIGHT * 2.4
-        body += [element for token in tokens for element in _token_elements(token, top)]
-        y = top + HEIGHT * (max((token.line for token in tokens), default=0) + 2)
-    caption = "Every token is shaded by the share of layers and KV heads that still held it when the answer began."
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {y:g}" width="{width:g}" height="{y:g}" '
-            'role="img" aria-labelledby="title about">',
-            f'<title id="title">{_escape(title)}</title>',
-            f'<desc id="about">{caption}</desc>',
-            f"<style>{_STYLE}</style>",
-            f'<rect class="page" width="{width:g}" height="{y:g}"/>',
-            *body,
-            "</svg>",
-            "",
-        ]
-    )
-
-
-def _place_tokens(prompt: ShadedPrompt) -> Iterator[_PlacedToken]:
-    """Yield the tokens of a prompt with their line and column in the drawing; one longer than a line is cut.
-
-    A line break of the text begins a new line.
-    """
-    line = column = 0
-    for number, (piece, share) in enumerate(zip(prompt.pieces, prompt.held, strict=True)):
-        text = inline(piece) or "·"  # so that an invisible token has a place
-        while text:
-            # a token is cut only if it is longer than a line
-            if column >= COLUMNS or (column + len(text) > COLUMNS >= len(text)):
-                line, column = line + 1, 0
-            head, text = text[: COLUMNS - column], text[COLUMNS - column :]
-            yield _PlacedToken(line, column, head, share, number)
-            column += len(head)
-        if "\n" in piece:
-            line, column = line + 1, 0
-
-
-def _token_elements(token: _PlacedToken, top: float) -> Iterator[str]:
-    x, y, width = MARGIN + WIDTH * token.column, top + HEIGHT * token.line, WIDTH * len(token.text)
-    yield f"<g><title>token {token.number}: held by {100 * token.share:.0f} %</title>"
-    if token.share > 0:
-        shade = f'width="{width:g}" height="17" fill-opacity="{_MOST_OPACITY * token.share:.3f}"'
-        yield f'<rect class="held" x="{x:g}" y="{y - 13:g}" {shade}/>'
-    style = ' class="gone"' if token.share == 0 else ""
-    # textLength: the same width in any font
-    position = f'x="{x:g}" y="{y:g}" textLength="{width:g}"'
-    yield f'<text{style} {position} xml:space="preserve">{escape(token.text)}</text></g>'
-
-
-def _escape(text: str) -> str:
-    return escape(inline(text))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,10 +24,9 @@ from kvaudit.audit.commands.base import (
     check_report_folder,
     expand_options,
     option,
-    option_words,
-    plugin_words,
     print_line,
     set_data_folder,
+    typed_command,
     user_errors,
 )
 from kvaudit.core.errors import DataError, SpecError, UnknownName
@@ -118,7 +118,7 @@ def run(
     Exits with 0 when the report is written, whatever its verdict: see `gate`. Exits with 6 before the evaluation if
     the pilot finds that a suite has nothing to lose.
     """
-    with user_errors(*_continue_command(spec, out, options, only=only, join=join)):
+    with user_errors(*typed_command(resume=not join and only != "evaluate")):
         if options.ask_refused and not resume:
             raise SpecError("--ask-refused needs --resume: only an existing run has refused answers")
         new_process = {"--workers": options.workers, "--launcher": options.launcher != LOCAL}
@@ -133,21 +133,6 @@ def run(
                 raise UnknownName("phase of --only", only, _PHASES)
             _check_unused(f"--only {only}", new_process)
             _run_phase(only, spec, out, options, resume=resume)
-
-
-def _continue_command(spec: Path, out: Path | None, options: RunOptions, *, only: str | None, join: bool) -> list[str]:
-    """Return the words of the command that continues the work after an interruption.
-
-    It has --resume unless the work is joined or only evaluates, where that is implied.
-    """
-    plugins = plugin_words(options.plugins)
-    if join:
-        return ["kvaudit", "run", "--join", str(spec), *plugins]
-    words = ["kvaudit", "run", *option_words([("--only", only)]), str(spec), *plugins]
-    words += option_words((("--out", out), ("--limit", options.limit)))
-    if options.launcher != LOCAL:
-        words += ["--launcher", options.launcher, "--workers", str(options.workers)]
-    return [*words, *([] if only == "evaluate" else ["--resume"])]
 
 
 def _check_unused(mode: str, options: Mapping[str, object]) -> None:
@@ -257,7 +242,8 @@ def _run_phase(phase: str, path: Path, out: Path | None, options: RunOptions, *,
     if phase == "train":
         if plan.spec.train is None:
             raise SpecError(
-                f"{str(path)!r} has no train section; evaluate the base model with: kvaudit run --only evaluate {path}"
+                f"{str(path)!r} has no train section; evaluate the base model with: kvaudit run --only evaluate "
+                f"{shlex.quote(str(path))}"
             )
         pipeline, run = open_pipeline(plan, options, options.threads, resume=resume)
         pipeline.work_on("train")
@@ -284,10 +270,14 @@ def _load_plan(source: Path | Mapping[str, Any], out: Path | None, options: RunO
     from kvaudit.core.spec import load_spec, parse_spec
 
     plugins = load_plugins(options.plugins or ())
-    name, text = (str(source), None) if isinstance(source, Path) else ("SPEC", json.dumps(dict(source)))
-    spec = load_spec(Path(name), NAMES) if text is None else parse_spec(text, name, NAMES)  # JSON is YAML
+    if isinstance(source, Path):
+        name, spec = str(source), load_spec(source, NAMES)
+    else:
+        name, spec = "SPEC", parse_spec(json.dumps(dict(source)), "SPEC", NAMES)  # JSON is YAML
     if spec.probe is not None:
-        raise SpecError(f"{name!r} is the plan of a probe; run it with: kvaudit probe {name} --base-url URL")
+        raise SpecError(
+            f"{name!r} is the plan of a probe; run it with: kvaudit probe {shlex.quote(name)} --base-url URL"
+        )
     if options.ask_refused and spec.evaluate.rounds is not None:
         raise SpecError(
             "--ask-refused cannot be used for a run in rounds (evaluate.rounds), which has already counted the refused "

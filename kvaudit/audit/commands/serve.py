@@ -87,9 +87,14 @@ def serve(
             app, host=host, port=port, log_level="error", access_log=False, timeout_graceful_shutdown=_GRACE
         )
         logging.getLogger("uvicorn.error").addFilter(_is_fault)
-        print_line(console, f"serving: http://{host}:{listener.getsockname()[1]}/v1")
+        print_line(console, f"serving: {_address(host, listener.getsockname()[1])}")
         with suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])
+
+
+def _address(host: str, port: int) -> str:
+    """Return the base URL at which clients reach the server; an IPv6 host is in brackets there."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
 
 def _is_fault(record: logging.LogRecord) -> bool:
@@ -135,7 +140,9 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen()  # now, so that no other server takes the port while models load
     except OSError as error:
         listener.close()
-        raise SpecError(f"cannot listen on {host} port {port} ({error.strerror}); give another --port") from None
+        raise SpecError(
+            f"cannot listen on {host} port {port} ({error.strerror}); give another --port or --host"
+        ) from None
     return listener
 
 

@@ -163,8 +163,7 @@ def _same_code(code: ByToken) -> EngineStore:
 class Diagnosis:
     """The result of a diagnosis: the harm of a setting, of its parts and of each remedy, and the failure mode.
 
-    Harm is the KL from the uncompressed to the quantised predictions (``Harm``); a remedy is another way to store the
-    cache, which may do less harm.
+    A remedy is another way to store the cache, which may do less harm.
     """
 
     setting: Codes | Floats
@@ -176,7 +175,6 @@ class Diagnosis:
     parts: tuple[Harm, ...]
     layers: tuple[Harm, ...]
     remedies: tuple[Harm, ...]
-    worst: tuple[int, ...]
     along_refusals: float | None  # see ``_along_refusals``; None for floats
     mode: str
 
@@ -353,8 +351,7 @@ def run_diagnosis(
 ) -> Diagnosis:
     """Measure the harm of a setting, of its parts (keys, values, each layer) and of remedies; return the diagnosis.
 
-    Harm is the KL from uncompressed to quantised predictions, in nats per token. ``on_harm`` is called with each
-    ``Harm`` as it is measured.
+    ``on_harm`` is called with each ``Harm`` as it is measured.
     """
 
     def measure(case: Case) -> Harm:
@@ -384,8 +381,7 @@ def run_diagnosis(
         return measure(Case(f"layers {', '.join(map(str, worst))} {setting.in_layers}", bits, coded))
 
     alternatives = tuple(map(in_all_layers, setting.alternatives))
-    counts = _layer_counts(model, setting)
-    by_layer = tuple(map(finer_in_worst, counts))
+    by_layer = tuple(map(finer_in_worst, _layer_counts(model, setting)))
     first = in_all_layers(Coding(f"first {EXACT_FIRST} tokens exact", cost, store), sinks=EXACT_FIRST)
     last = in_all_layers(Coding(f"last {EXACT_LAST} tokens exact", cost, store), window=EXACT_LAST)
     by_channel = next((harm.nats for harm in alternatives if harm.case.name == BY_CHANNEL), None)
@@ -399,7 +395,6 @@ def run_diagnosis(
         parts=parts,
         layers=layers,
         remedies=(*alternatives, *by_layer, first, last),
-        worst=tuple(sorted(ranked[: counts[0]])),
         along_refusals=_along_refusals(model, requests, setting) if isinstance(setting, Codes) else None,
         mode=_mode(overall.nats, by_channel=by_channel, by_layer=by_layer[0].nats),
     )
@@ -418,11 +413,11 @@ def _harm(model: LoadedModel, requests: Sequence[Request], case: Case) -> Harm:
     turned = 0
     for request in requests:
         logits = _logits(model, request.ids, request.prompt_length, CodedAttention(model, case))
-        result = distances(request.logits, logits, request.ids[request.prompt_length :])
-        if not bool(result.kl.isfinite().all()):
+        kl, is_same = distances(request.logits, logits)
+        if not bool(kl.isfinite().all()):
             raise DataError("the model's logits are not finite; it cannot be diagnosed")
-        nats[request.refused].append(float(result.kl.mean()))
-        turned += request.refused and not bool(result.same[:_BEGINNING].all())
+        nats[request.refused].append(float(kl.mean()))
+        turned += request.refused and not bool(is_same[:_BEGINNING].all())
     mean = {kind: fmean(rows) if rows else 0.0 for kind, rows in nats.items()}
     return Harm(case, fmean(nats[True] + nats[False]), mean[True], mean[False], turned)
 
@@ -456,33 +451,19 @@ def _noise_ratios(rows: Mapping[int, Sequence[tuple[Tensor, ...]]], harmful: Ten
         yield noise[0] / noise[1] if noise[1] > 0 else 1.0
 
 
-# --- distances between distributions --------------------------------------------------------------------------------
+def distances(reference: Tensor, candidate: Tensor) -> tuple[Tensor, Tensor]:
+    """Compare the predictions of two models for n tokens, by their logits [n, V], in float64 for any dtype.
 
-
-class Distances(NamedTuple):
-    """The distances between the predictions of two models for each of n tokens, in float64 for any dtype; [n] each.
-
-    ``kl`` is in nats; ``same``: both have the same most likely token; ``change``: how much the probability of the
-    actual token changed. These are the columns of llama.cpp's ``--kl-divergence``.
+    Return the KL(reference || candidate) in nats [n], and whether both have the same most likely token [n].
     """
-
-    kl: Tensor
-    same: Tensor
-    change: Tensor
-
-
-def distances(reference: Tensor, candidate: Tensor, ids: Tensor) -> Distances:
-    """Return the distances between reference and candidate logits, [n, V] each, that predict the tokens ``ids`` [n]."""
-    blocks = zip(*(torch.split(tensor, _ROWS) for tensor in (reference, candidate, ids)), strict=True)
-    return Distances(
-        *(torch.cat(column) for column in zip(*(_block_distances(*block) for block in blocks), strict=True))
-    )
+    blocks = zip(torch.split(reference, _ROWS), torch.split(candidate, _ROWS), strict=True)
+    kl, is_same = zip(*(_block_distances(*block) for block in blocks), strict=True)
+    return torch.cat(kl), torch.cat(is_same)
 
 
-def _block_distances(reference: Tensor, candidate: Tensor, ids: Tensor) -> Distances:
+def _block_distances(reference: Tensor, candidate: Tensor) -> tuple[Tensor, Tensor]:
     expected, actual = (logits.double().log_softmax(-1) for logits in (reference, candidate))  # [n, V]
     # a token of reference probability 0 adds nothing
     terms = torch.where(expected.exp() > 0, expected.exp() * (expected - actual), 0.0)
-    before, after = (logprobs.gather(1, ids[:, None])[:, 0].exp() for logprobs in (expected, actual))  # [n] each
     # rounding can make the sum negative, KL is not
-    return Distances(terms.sum(-1).clamp(min=0), expected.argmax(-1) == actual.argmax(-1), after - before)
+    return terms.sum(-1).clamp(min=0), expected.argmax(-1) == actual.argmax(-1)

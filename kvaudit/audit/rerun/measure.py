@@ -14,10 +14,10 @@ from rich.console import Console
 from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.replay.interchange import read_rollouts
 from kvaudit.audit.replay.rollout_checks import RecordedRollouts
-from kvaudit.audit.runs.evaluate import Evaluator, evaluation_items, row_seed, suite_as_asked
+from kvaudit.audit.runs.evaluate import Evaluator, row_seed, suite_as_asked
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.progress import Meter
-from kvaudit.audit.runs.stored import read_records, read_unit
+from kvaudit.audit.runs.stored import make_items_again, read_records, read_unit
 from kvaudit.audit.runs.units import Unit, UnitFiles
 from kvaudit.audit.sampling.checkpoints import load_comparable, load_model_or_adapter
 from kvaudit.audit.sampling.conversations import GradedRow
@@ -28,13 +28,12 @@ from kvaudit.audit.training.rollouts import ledger_stem
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.files import read_json
 from kvaudit.core.plugins import Registry
-from kvaudit.core.provenance import INPUTS, JUDGED, MODEL, PROVENANCE, ROWS, check_checkpoint, check_inputs
+from kvaudit.core.provenance import INPUTS, JUDGED, MODEL, PROVENANCE, check_checkpoint, check_inputs
 from kvaudit.core.records import Item, Record
 from kvaudit.core.spans import ALL_TOKENS, AnswerKey, Shading
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.reports.sections.shared.tables import Table
 from kvaudit.suites.base import Suite
-from kvaudit.suites.sources import collect_file_hashes
 
 WorkUnit = TypeVar("WorkUnit")
 ServedBatch = TypeVar("ServedBatch", bound=Sized)
@@ -42,7 +41,7 @@ Total = TypeVar("Total")
 
 
 class Measure(ABC, Generic[WorkUnit, ServedBatch, Total]):
-    """The base of what can be measured by serving recorded items again; subclass it in its own file, with a ``name``.
+    """The base of quantities that are measured by serving recorded items again; subclass it with a ``name``.
 
     The work is divided into units, each with one result: a file of rollouts, or a run's answers by one checkpoint under
     one policy. A unit is served in batches; the length of a batch is its number of recorded items.
@@ -57,16 +56,12 @@ class Measure(ABC, Generic[WorkUnit, ServedBatch, Total]):
     def trial(cls, run: RunFolder) -> Self:
         """Return an instance that serves a part of a finished run again, for the tests of all measures.
 
-        The tests promise that the run's first arm was trained on rollouts without compression, and that the rollouts of
-        its last training step are in the run's folder.
+        The run's first arm was trained on uncompressed rollouts, and those of its last step are in the run's folder.
         """
 
     @abstractmethod
     def units(self) -> Sequence[WorkUnit]:
-        """Return all units of work, such as a file of rollouts each.
-
-        Those of one checkpoint are adjacent, so that each checkpoint is loaded once.
-        """
+        """Return all units of work; those of one checkpoint are adjacent, so that each checkpoint is loaded once."""
 
     @abstractmethod
     def size(self, unit: WorkUnit) -> int:
@@ -85,17 +80,11 @@ class Measure(ABC, Generic[WorkUnit, ServedBatch, Total]):
 
     @abstractmethod
     def reduce(self, unit: WorkUnit, model: LoadedModel, batches: Iterator[ServedBatch]) -> Total:
-        """Return the result of a unit of work from its batches.
-
-        A batch is served only when ``batches`` is iterated.
-        """
+        """Return the result of a unit of work from its batches, each served only when ``batches`` reaches it."""
 
     @abstractmethod
     def differs(self, total: Total) -> bool:
-        """Return whether a unit's result shows a difference from the record that rounding cannot explain.
-
-        False if there is no record to compare with.
-        """
+        """Return whether a unit's result differs from the record by more than rounding; False without a record."""
 
     @abstractmethod
     def lines(self, results: Sequence[tuple[WorkUnit, Total]]) -> Iterator[str | Table]:
@@ -121,7 +110,6 @@ def run_measure(
 ) -> list[tuple[WorkUnit, Total]]:
     """Serve again all recorded items that a measure needs; return each of its work units with the result.
 
-    A measure is a quantity found by serving recorded items again, such as the gap to the recorded log-probs.
     ``console`` shows the progress.
     """
     console = console or Console(file=StringIO())
@@ -179,7 +167,7 @@ def check_rerunnable(run: RunFolder) -> None:
 
 
 def finished_records(run: RunFolder, unit: Unit) -> Iterator[Record]:
-    """Yield the records of a unit (one checkpoint, policy, suite and length) of the run; none if it is unfinished.
+    """Yield the records of a unit of the run; none if it is unfinished.
 
     Raises DataError if the records were changed since they were written.
     """
@@ -191,10 +179,9 @@ def finished_records(run: RunFolder, unit: Unit) -> Iterator[Record]:
 
 
 def remake_items(run: RunFolder, model: LoadedModel, suite: Suite, record: Record) -> dict[str, Item]:
-    """Return the items of a unit, generated again, by name.
+    """Return the items of a unit, made again, by name; ``record`` is any record of it.
 
-    A unit is one checkpoint under one policy on one suite at one length; ``record`` is any record of it. Raises
-    DataError or RunError if suite, rows or model files changed.
+    Raises DataError or RunError if suite, rows or model files changed.
     """
     if suite.played_by:
         raise SpecError(f"suite {suite.name} is run by another harness, so kvaudit cannot serve its answers again")
@@ -206,15 +193,12 @@ def remake_items(run: RunFolder, model: LoadedModel, suite: Suite, record: Recor
     folder = run.checkpoint(record.arm, record.train_seed)
     if (folder / PROVENANCE).is_file():
         check_checkpoint(folder)
-    with collect_file_hashes() as rows:
-        items = evaluation_items(run.sized, suite, record.context_tokens, model.chat.count_tokens)
+    items = make_items_again(run, suite, record.context_tokens, model.chat.count_tokens)
     inputs = run.provenance().get(INPUTS)
-    if isinstance(inputs, dict):  # early versions recorded none
-        check_inputs(ROWS, {name: inputs.get(ROWS, {}).get(name) for name in rows}, rows)
-        # by arm, not by sha256: a checkpoint that learnt nothing has the base model's weights
-        if record.arm == BASE_ARM and not run.spec.starts:
-            check_inputs(MODEL, inputs.get(MODEL, {}), model.files)
-    return {item.item_id: item for item in items}
+    # by arm, not by sha256: a checkpoint that learnt nothing has the base model's weights
+    if isinstance(inputs, dict) and record.arm == BASE_ARM and not run.spec.starts:  # early versions have no inputs
+        check_inputs(MODEL, inputs.get(MODEL, {}), model.files)
+    return items
 
 
 def checkpoint_rollouts(folder: Path) -> list[RecordedRollouts]:
@@ -238,14 +222,14 @@ def checkpoint_rollouts(folder: Path) -> list[RecordedRollouts]:
         raise DataError(f"{str(folder / PROVENANCE)!r} does not say how it was trained ({error!r})") from None
     mixed = len(trained.draws) > 1
     files = {f"{ledger_stem(FINAL_LEDGER, policy, mixed=mixed)}.safetensors": policy for policy in trained.draws}
-    kept = {name: policy for name, policy in files.items() if name in provenance["ledgers"]}
-    if not kept:
+    kept_files = {name: policy for name, policy in files.items() if name in provenance["ledgers"]}
+    if not kept_files:
         raise DataError(
             f"checkpoint {str(folder)!r} keeps no {LEDGERS}/{min(files)}; train it again with ledger_every above 0"
         )
     return [
         replace(read_rollouts(folder / LEDGERS / name), temperature=temperature, trained_policy=policy)
-        for name, policy in kept.items()
+        for name, policy in kept_files.items()
     ]
 
 
@@ -298,7 +282,7 @@ class RerunAnswer:
 
 
 class AnswerMeasure(Measure[AnswerSet, list[RerunAnswer], Total], ABC):
-    """The base of measures that serve a run's answers again; a measure is a quantity found by serving records again.
+    """The base of measures that serve a run's answers again.
 
     Raises SpecError if the answers were not given by the run's own checkpoints.
     """

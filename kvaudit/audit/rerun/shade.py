@@ -1,12 +1,13 @@
 """Serve recorded answers again: one answer under several policies (``Explain``), or many (``Shade``).
 
-In both cases the result says which tokens the cache still held when the answer began.
+Both return a shading: which tokens the cache still held when the answer began. ``shading_svg`` draws it.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from html import escape
 from typing import NamedTuple, Self
 
 from kvaudit.audit.engines.base import is_engine
@@ -21,6 +22,9 @@ from kvaudit.core.policy_names import engine_name, match_policies
 from kvaudit.core.records import Record, Role
 from kvaudit.core.spans import ALL_TOKENS, AnswerKey, Shadings, read_shadings, write_shadings
 from kvaudit.core.text import inline, length_label, visible
+
+_CLOSE = 3  # similar names that an error proposes
+_INDENT = "\n" + " " * 12
 
 
 class Shade(AnswerMeasure[Shadings]):
@@ -54,10 +58,7 @@ class Shade(AnswerMeasure[Shadings]):
         return f"{example.arm} seed {example.train_seed}, {engine_name(unit.policy.canonical)}, {suite}"
 
     def reduce(self, unit: AnswerSet, model: LoadedModel, batches: Iterator[list[RerunAnswer]]) -> Shadings:  # noqa: ARG002
-        """Store the shadings (which tokens the cache still held) after every batch; return the new ones.
-
-        They are keyed by answer; a shading is None for an answer that came out different from its record.
-        """
+        """Store the shadings after every batch; return the new ones, None where the answer differs from its record."""
         example = unit.example
         name = Unit(example.arm, example.train_seed, unit.policy, example.suite, example.context_tokens).name
         stored, new = read_shadings(self._run.path, name), Shadings()
@@ -77,11 +78,7 @@ class Shade(AnswerMeasure[Shadings]):
             yield f"{self.label(unit)}: {same} of {len(total)} answers came out as recorded"
 
     def _missing_records(self, unit: Unit) -> dict[AnswerKey, Record]:
-        """Return the records of those requested answers of a unit for which no shading is stored.
-
-        A unit is one checkpoint under one policy on one suite at one length; a shading says which tokens the cache
-        still held.
-        """
+        """Return the records of those requested answers of a unit for which no shading is stored."""
         requested = self._requested.get(unit.name, ())
         missing = set(requested) - set(read_shadings(self._run.path, unit.name)) if requested else set()
         records = finished_records(self._run, unit) if missing else ()
@@ -90,10 +87,6 @@ class Shade(AnswerMeasure[Shadings]):
 
 def _key(record: Record) -> AnswerKey:
     return AnswerKey(record.item_id, record.sample_index)
-
-
-_CLOSE = 3  # similar names that an error proposes
-_INDENT = "\n" + " " * 12
 
 
 class AnswerPlace(NamedTuple):
@@ -211,7 +204,7 @@ def _lines(answer: RerunAnswer) -> Iterator[str]:
     shares = ", ".join(f"{role} {share:.1%}" for role, share in row.survival.items())
     yield f"kept        {row.rollout.retention:.1%} of the cache when the answer began: {shares}"
     if row.spans:
-        yield f"by span     {', '.join(f'{name} {kept.share:.1%}' for name, kept in row.spans.items())}"
+        yield f"by span     {', '.join(f'{name} {survival.share:.1%}' for name, survival in row.spans.items())}"
     yield f"by layer    {' '.join(f'{share:.0%}' for share in answer.shading.depth[ALL_TOKENS])}"
 
 
@@ -223,3 +216,97 @@ def _compare_with_record(answer: RerunAnswer) -> str:
     messages = answer.record.transcript[len(answer.row.item.messages) :]
     text = inline(" | ".join(message.text for message in messages))
     return f"ANOTHER ANSWER ({answer.record.new_tokens} tokens): {text}"
+
+
+# --- the drawing of a shading ---------------------------------------------------------------------------------------
+
+COLUMNS = 110  # characters per line
+WIDTH, HEIGHT, MARGIN = 7.3, 19.0, 20.0  # of a character, of a line, around the page; in pixels
+_STYLE = """
+text { font: 12px ui-monospace, Menlo, Consolas, monospace; fill: #1b1f24; white-space: pre; }
+.head { font: 600 13px system-ui, sans-serif; }
+.about { font: 12px system-ui, sans-serif; }
+.page { fill: #ffffff; }
+.held { fill: #2f86cf; }
+.gone { fill: #8b949e; text-decoration: line-through; }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e4e7eb; }
+  .page { fill: #14171b; }
+  .gone { fill: #6b7480; }
+}
+"""
+_MOST_OPACITY = 0.55  # of the shade, so that the text stays readable
+
+
+class _PlacedToken(NamedTuple):
+    line: int
+    column: int
+    text: str
+    share: float
+    number: int
+
+
+def shading_svg(title: str, answers: Sequence[RerunAnswer]) -> str:
+    """Return an SVG, for light and dark mode, of the prompts of answers below one another, each token shaded.
+
+    The shade is the share of layers and KV heads whose cache still holds the token; a token that none holds is struck
+    through.
+    """
+    width, y = 2 * MARGIN + COLUMNS * WIDTH, MARGIN
+    body: list[str] = []
+    for answer in answers:
+        tokens = list(_place_tokens(answer.shading.pieces, answer.held_shares))
+        body.append(f'<text class="head" x="{MARGIN:g}" y="{y:g}">{_escape(answer.policy.canonical)}</text>')
+        body.append(f'<text class="about" x="{MARGIN:g}" y="{y + HEIGHT:g}">{_escape(answer.outcome)}</text>')
+        top = y + HEIGHT * 2.4
+        body += [element for token in tokens for element in _token_elements(token, top)]
+        y = top + HEIGHT * (max((token.line for token in tokens), default=0) + 2)
+    caption = "Every token is shaded by the share of layers and KV heads that still held it when the answer began."
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {y:g}" width="{width:g}" height="{y:g}" '
+            'role="img" aria-labelledby="title about">',
+            f'<title id="title">{_escape(title)}</title>',
+            f'<desc id="about">{caption}</desc>',
+            f"<style>{_STYLE}</style>",
+            f'<rect class="page" width="{width:g}" height="{y:g}"/>',
+            *body,
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def _place_tokens(pieces: Sequence[str], shares: Sequence[float]) -> Iterator[_PlacedToken]:
+    """Yield the tokens of a prompt with their line and column in the drawing; one longer than a line is cut.
+
+    ``shares`` are those of the heads that held each token. A line break of the text begins a new line.
+    """
+    line = column = 0
+    for number, (piece, share) in enumerate(zip(pieces, shares, strict=True)):
+        text = inline(piece) or "·"  # so that an invisible token has a place
+        while text:
+            # a token is cut only if it is longer than a line
+            if column >= COLUMNS or (column + len(text) > COLUMNS >= len(text)):
+                line, column = line + 1, 0
+            head, text = text[: COLUMNS - column], text[COLUMNS - column :]
+            yield _PlacedToken(line, column, head, share, number)
+            column += len(head)
+        if "\n" in piece:
+            line, column = line + 1, 0
+
+
+def _token_elements(token: _PlacedToken, top: float) -> Iterator[str]:
+    x, y, width = MARGIN + WIDTH * token.column, top + HEIGHT * token.line, WIDTH * len(token.text)
+    yield f"<g><title>token {token.number}: held by {100 * token.share:.0f} %</title>"
+    if token.share > 0:
+        shade = f'width="{width:g}" height="17" fill-opacity="{_MOST_OPACITY * token.share:.3f}"'
+        yield f'<rect class="held" x="{x:g}" y="{y - 13:g}" {shade}/>'
+    style = ' class="gone"' if token.share == 0 else ""
+    # textLength: the same width in any font
+    position = f'x="{x:g}" y="{y:g}" textLength="{width:g}"'
+    yield f'<text{style} {position} xml:space="preserve">{escape(token.text)}</text></g>'
+
+
+def _escape(text: str) -> str:
+    return escape(inline(text))

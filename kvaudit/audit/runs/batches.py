@@ -35,13 +35,13 @@ def whole_templates(suite: Suite, items: Sequence[Item], number: int) -> list[It
     clusters: dict[str, list[Item]] = {}
     for item in items:
         clusters.setdefault(item.cluster_id, []).append(item)
-    chosen: list[Item] = []
+    chosen_items: list[Item] = []
     for start in range(0, max(map(len, clusters.values()), default=0), suite.twins):
         for cluster in clusters.values():
-            if len(chosen) >= number:
-                return chosen
-            chosen += cluster[start : start + suite.twins]
-    return chosen
+            if len(chosen_items) >= number:
+                return chosen_items
+            chosen_items += cluster[start : start + suite.twins]
+    return chosen_items
 
 
 def engine_batches(spec: RunSpec, suite: Suite, items: Sequence[Item], unit: Unit, folder: str) -> list[list[Item]]:
@@ -73,12 +73,12 @@ def engine_batches(spec: RunSpec, suite: Suite, items: Sequence[Item], unit: Uni
 
 def _take_batches(batches: Sequence[list[Item]], number: int) -> list[list[Item]]:
     """Return the first batches: as many as are needed to hold ``number`` items together."""
-    chosen: list[list[Item]] = []
+    first_batches: list[list[Item]] = []
     for batch in batches:
-        if sum(map(len, chosen)) >= number:
+        if sum(map(len, first_batches)) >= number:
             break
-        chosen.append(batch)
-    return chosen
+        first_batches.append(batch)
+    return first_batches
 
 
 def _shuffle_batches(batches: Sequence[list[Item]], seed: int, unit: Unit) -> list[list[Item]]:

@@ -132,7 +132,7 @@ class Claim:
 
 
 class Claims:
-    """The units that one process has locked (claimed), and what it has seen of the locks of other processes.
+    """The claims of one process, and what it has seen of the lock files of others.
 
     ``takeover`` says that the user declares processes on other machines gone. Their claims are then free at once. A
     claim whose file is still locked is free after the timeout, because a dead machine can leave a lock for ever.
@@ -169,7 +169,6 @@ class Claims:
             claim, is_contested = self._take(path)
         if claim is None or not is_contested:
             return claim
-        # another machine may have signed at the same time; after a while the file shows which one has it
         time.sleep(_SETTLE_SECONDS)
         if claim.is_valid:
             return claim
@@ -177,7 +176,7 @@ class Claims:
         return None
 
     def _take(self, path: Path) -> tuple[Claim | None, bool]:
-        """Sign (write this process's number into) the lock file if it is free.
+        """Sign the lock file if it is free.
 
         Return the claim, None if another process has the file, and whether a process on another machine may be signing
         it at the same time.
@@ -272,7 +271,7 @@ class _HeldUnit(NamedTuple):
 
 
 class ClaimedUnits(Generic[T]):
-    """The units of one group that this process has claimed (locked); it answers them together, batch by batch."""
+    """The units of one group that this process has claimed; it answers them together, batch by batch."""
 
     def __init__(self, claimed_units: Mapping[T, _HeldUnit], is_done: Callable[[T], bool], idle: IdleSignal) -> None:
         self._claimed, self._is_done, self._idle = dict(claimed_units), is_done, idle
@@ -283,7 +282,7 @@ class ClaimedUnits(Generic[T]):
         return list(self._claimed)
 
     def claim(self, unit: T) -> Claim:
-        """Return the lock (claim) that this process holds on a unit."""
+        """Return the claim that this process holds on a unit."""
         return self._claimed[unit].claim
 
     def keep(self, unit: T) -> bool:
@@ -302,7 +301,7 @@ class ClaimedUnits(Generic[T]):
 def _claim_group(
     claims: Claims, group: Sequence[T], lock: Callable[[T], Path], *, untouched: bool
 ) -> Iterator[dict[T, _HeldUnit]]:
-    """Claim (lock) the free units of a group while the body runs; yield the lock of each claimed unit.
+    """Claim the free units of a group while the body runs; yield them.
 
     With ``untouched``, claim none if another process has the group's first unit.
     """
@@ -330,8 +329,8 @@ def work_on_units(
 ) -> None:
     """Work on every unit that is not done, one at a time, together with other processes.
 
-    It is ``work_on_groups`` with every unit as a group of its own. ``work`` must check the claim (lock) that it is
-    given, because another process may have taken the unit over.
+    It is ``work_on_groups`` with every unit as a group of its own. ``work`` must check its claim, because another
+    process may have taken the unit over.
     """
 
     def work_alone(claimed: ClaimedUnits[T]) -> None:

@@ -1,4 +1,4 @@
-"""A probe asks an endpoint whose model we do not have: fixed items, each at a short and a long context length.
+"""The probe of an endpoint whose model we do not have: fixed items, each at a short and a long context length.
 
     records/endpoint--SUITE--LENGTH.jsonl + .done.json    {"failed": {reason: conversations}, "lasting": [reason], ...}
     calls.jsonl    {"question": sha256 of the request, "answer": {"text": ..., "finish": ..., ...}, "sha256": 16hex}
@@ -61,7 +61,7 @@ _CHARACTERS_PER_TOKEN = 4  # without a tokenizer
 _MILLION = 1e6
 _FAILURES_IN_A_ROW = 8  # then the probe stops
 _GRACE_SECONDS = 3.0  # for calls under way when a probe is stopped, since they are paid for
-_MOST_REASONS = 20  # in a seal
+_MOST_REASONS, _OTHERS = 20, "for other reasons"  # in a seal: the most reasons, and the key that counts the rest
 _NUMBER = re.compile(r"(?<!status )\b\w*\d[\w.]*")  # also the ids of requests, most of which contain digits
 _ANSWER = TypeAdapter(Answer)
 # what the endpoint did, and what to do about it
@@ -100,7 +100,7 @@ class ProbeUnit:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a probe asks (one round of fixed questions to an endpoint), items of short contexts first.
+    """Everything that a probe asks, items of short contexts first.
 
     ``count`` returns the number of tokens of a text, ``counted`` says in words how it counts, and ``rows`` maps each
     file of public data to its sha256.
@@ -120,14 +120,14 @@ class Plan:
     @property
     def asked(self) -> dict[str, str]:
         """What two probes must share to be compared, by name: hashes of the items and sampling settings."""
-        grid, asked = self.spec.evaluate, dict[str, str]()
+        grid, hashes = self.spec.evaluate, dict[str, str]()
         for unit in self.units:
-            asked[f"items of {unit.suite.name} at {unit.context_tokens}"] = _items_sha256(unit.items)
-            asked[f"decoding of {unit.suite.name}"] = (
+            hashes[f"items of {unit.suite.name} at {unit.context_tokens}"] = _items_sha256(unit.items)
+            hashes[f"decoding of {unit.suite.name}"] = (
                 f"temperature {grid.temperature:g}, top_p {grid.top_p:g}, {unit.samples} answers of at most "
                 f"{unit.suite.max_new_tokens} tokens"
             )
-        return asked
+        return hashes
 
     def lines(self) -> Iterator[str]:
         """Yield lines on the plan: items of each suite, requests, tokens, cost, and remarks on its size."""
@@ -155,8 +155,8 @@ class Plan:
         items = sum(len(unit.items) for unit in longest)
         clusters = len({(unit.suite.name, item.cluster_id) for unit in longest for item in unit.items})
         if items < LEAST_ITEMS or clusters < LEAST_CLUSTERS:
-            wanted = f"{LEAST_ITEMS} of {LEAST_CLUSTERS}"
-            yield f"small: {items} items of {clusters} templates; with fewer than {wanted} most drifts stay unseen"
+            least = f"{LEAST_ITEMS} of {LEAST_CLUSTERS}"
+            yield f"small: {items} items of {clusters} templates; with fewer than {least} most drifts stay unseen"
         if single := [suite for suite in grid.suites if grid.samples_of(suite) < 2]:
             yield f"no A/A: {', '.join(single)} asks every item once, so the endpoint's own noise stays unknown"
 
@@ -247,7 +247,7 @@ class Calls(AnswerCache[Call, dict[str, Any]]):
         return Answer(**kept)
 
     def _entry(self, row: Any) -> tuple[str, dict[str, Any] | None]:
-        # lines of earlier versions: {"call": sha256 of the request, "text": ..., "finish": ..., ...}
+        # as earlier versions wrote a line: {"call": sha256 of the request, "text": ..., "finish": ..., ...}
         key, kept = (row["call"], row) if "call" in row else super()._entry(row)
         return key, asdict(_ANSWER.validate_python(kept))
 
@@ -318,12 +318,12 @@ class Probe:
 
     def _check_unchanged(self, table: str, entries: Mapping[str, str]) -> None:
         """Store entries of provenance.json; raise RunError if the probe began with others."""
-        for key, now in entries.items():
-            then = self._run.keep(table, key, now)
-            if then != now:
+        for key, current in entries.items():
+            stored = self._run.keep(table, key, current)
+            if stored != current:
                 raise RunError(
-                    f"the probe began with {key} {str(then)[:60]}, now it is {now[:60]}; go on with what it began "
-                    "with, or give another --out"
+                    f"the probe began with {key} {str(stored)[:60]}, now it is {current[:60]}; go on with what it "
+                    "began with, or give another --out"
                 )
 
     def _records(self, unit: ProbeUnit) -> Path:
@@ -338,7 +338,7 @@ class Probe:
         return sum(unit.conversations for unit in self._plan.units if self._is_done(unit))
 
     def _answer_unit(self, unit: ProbeUnit, claim: Claim) -> None:
-        """Hold all conversations of a unit, then write their records and the seal that marks the file as finished."""
+        """Hold all conversations of a unit, then write and seal their records."""
         self._held = self._conversations_done
         self._calls = Calls(self._run.path / CALLS, self._ask)  # read anew: another process may have asked since
         self._model = FirstModel(self._calls.first_model)
@@ -348,11 +348,13 @@ class Probe:
             return [self._hold(unit, item, sample) for sample in range(unit.samples)]
 
         at_once = self._section.at_once
-        held = map_in_order(hold_all, unit.items, at_once, stop=self._stop, grace=_GRACE_SECONDS)
-        records = [record for item_records in held for record in item_records]
+        records_by_item = map_in_order(hold_all, unit.items, at_once, stop=self._stop, grace=_GRACE_SECONDS)
+        records = [record for item_records in records_by_item for record in item_records]
         claim.check()
         failed = Counter(record.unanswered for record in records if record.unanswered)
         reasons = dict(failed.most_common(_MOST_REASONS))
+        if others := failed.total() - sum(reasons.values()):
+            reasons[_OTHERS] = others
         entries = {"checkpoint": UNKNOWN, "inputs": self._inputs, "failed": reasons}
         entries["lasting"] = sorted(self._lasting & reasons.keys())
         lines = "".join(record.to_json() + "\n" for record in records)

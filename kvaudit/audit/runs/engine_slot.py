@@ -30,13 +30,12 @@ from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.sampling.conversations import item_prompt
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training.adapters import without_adapter
-from kvaudit.core.errors import RunError, SpecError
+from kvaudit.core.errors import RunError
 from kvaudit.core.files import in_file_name
 from kvaudit.core.provenance import NOT_SHOWN, SERVED_BY
 from kvaudit.core.records import Item
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import DENSE_ARM, TrainSpec
-from kvaudit.suites.base import SUITES
 
 _TRIES = 3  # of one batch
 # characters of a changed description that an error shows, and how many of them come before the difference
@@ -159,11 +158,11 @@ def try_out_engines(
     spec: RunSpec,
     item: Item,
     on_answer: OnFirstAnswer | None = None,
-) -> None:
+) -> dict[str, int]:
     """Start every engine with each of its settings and sample one token, so that errors show before a run begins.
 
-    Engine logs are kept if there is an error and they have text. ``on_answer`` is called with the beginning of each
-    answer.
+    Returns the context windows in tokens, by condition, of the engines that report one. Engine logs are kept if there
+    is an error and they have text. ``on_answer`` is called with the beginning of each answer.
     """
     ids, stops = item_prompt(model.chat, item).ids, tuple(sorted(model.chat.stop_ids))
     max_tokens = 1 if on_answer is None else FIRST_TOKENS
@@ -183,7 +182,7 @@ def try_out_engines(
             if on_answer is not None:
                 text = model.chat.text(reply.ids) if reply.text is None else reply.text
                 on_answer(condition.canonical, item, text if reply.refused is None else f"refused: {reply.refused}")
-    check_windows(spec, windows)
+    return windows
 
 
 def try_rollout_engine(spec: RunSpec, section: TrainSpec, model: LoadedModel) -> None:
@@ -198,23 +197,6 @@ def try_rollout_engine(spec: RunSpec, section: TrainSpec, model: LoadedModel) ->
             ENGINES.get(condition.engine).drawer(dict(condition.settings), work).stop()
         except EngineFailed as error:
             raise RunError(f"{error} (train.rollouts {condition.canonical})") from None
-
-
-def check_windows(spec: RunSpec, windows: Mapping[str, int]) -> None:
-    """Raise SpecError if an engine's context window is shorter than the spec's longest prompt and answer.
-
-    ``windows`` holds the windows, in tokens, by engine with its settings (condition).
-    """
-    grid = spec.evaluate
-    answers = {name: suite.max_new_tokens or SUITES.get(name).max_new_tokens for name, suite in grid.suites.items()}
-    needed = max(max(grid.contexts_of(name)) + tokens for name, tokens in answers.items())
-    for condition, window in windows.items():
-        if window < needed:
-            others = ", ".join(f"{other} {size}" for other, size in windows.items() if other != condition)
-            raise SpecError(
-                f"{condition} has a context window of {window} tokens{f' ({others})' if others else ''}, and a prompt "
-                f"with its answer takes {needed}; serve all with a window as long, or lower context_tokens"
-            )
 
 
 @contextmanager

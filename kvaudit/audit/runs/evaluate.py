@@ -70,7 +70,7 @@ _MOST_CLUSTERS = 20_000
 
 
 def grid(spec: RunSpec) -> list[Unit]:
-    """Return every unit (checkpoint, policy, suite, length) of a run; those of one checkpoint are adjacent."""
+    """Return every unit of a run; those of one checkpoint are adjacent."""
     parsed = dict(zip(spec.evaluate.policies, served_policies(spec), strict=True))
     units = []
     for arm, seed in spec.arms:
@@ -111,7 +111,7 @@ def suite_as_asked(spec: RunSpec, name: str) -> Suite:
 
 
 class Evaluator:
-    """Answers units (a policy, suite and length each) with one model and writes their records.
+    """Answers units with one model and writes their records.
 
     ``batches`` are the items made so far, shared by all policies and by all checkpoints, which have the same tokenizer.
     ``inputs`` is the hash of the run's inputs (``kvaudit.core.provenance``), which is stored with every finished file.
@@ -177,15 +177,17 @@ class Evaluator:
                 self._note_prompts(run, files, batches, suite, rows)
             for number, batch in enumerate(batches):
                 # a resumed unit waits until the others have reached its batch
-                due = [unit for unit, file in files.items() if file.batches == number]
+                due_units = [unit for unit, file in files.items() if file.batches == number]
                 # the pilot answers all samples of an item or none, so the first one shows which
-                to_ask = {unit: [item for item in batch if (item.item_id, 0) not in existing[unit]] for unit in due}
+                to_ask = {
+                    unit: [item for item in batch if (item.item_id, 0) not in existing[unit]] for unit in due_units
+                }
                 prefills: dict[tuple[str, ...], SharedPrefill] = {}  # by the ids of the items that are asked
                 prompts: dict[str, ChatTokens] = {}
-                for unit in due:
+                for unit in due_units:
                     if keep is None or keep(unit):
                         key = tuple(item.item_id for item in to_ask[unit])
-                        policies = [other.policy for other in due if to_ask[other] == to_ask[unit]]
+                        policies = [other.policy for other in due_units if to_ask[other] == to_ask[unit]]
                         shared = prefills.setdefault(key, SharedPrefill([p for p in policies if isinstance(p, Policy)]))
                         logs = run.path / LOGS / folder.name / unit.name
                         records = self._answers(unit, suite, to_ask[unit], prompts, shared, logs)
@@ -203,8 +205,7 @@ class Evaluator:
     ) -> list[list[Item]]:
         """Return a unit's items in batches, none empty; ``rows`` is each suite's range to ask in a run in rounds.
 
-        ``folder`` names the folder of its records: the pilot (trial answers) has fewer items; in the floor (repeated
-        requests) an engine may get another order.
+        ``folder`` names the folder of its records: the pilot has fewer items, and the floor may have another order.
         """
         context = unit.context_tokens
         if rows is not None:
@@ -218,17 +219,13 @@ class Evaluator:
             return engine_batches(self._spec, suite, self._items(suite, context), unit, folder)
         if folder != PILOT_FOLDER:
             return batches
-        chosen = whole_templates(suite, self._items(suite, context), self._spec.evaluate.pilot_size)
-        names = {item.item_id for item in chosen}
+        pilot_items = whole_templates(suite, self._items(suite, context), self._spec.evaluate.pilot_size)
+        names = {item.item_id for item in pilot_items}
         pilot_batches = [[item for item in batch if item.item_id in names] for batch in batches]
         return [batch for batch in pilot_batches if batch]
 
     def _existing_rows(self, unit: Unit, run: RunFolder, folder: Path) -> dict[Row, Record]:
-        """Return, by (item id, sample), the answers that exist already, so that their requests are not sent again.
-
-        These are the pilot's, and those in a file that was reopened to send again what a server refused, without the
-        refused items.
-        """
+        """Return, by row, the answers that exist already: the pilot's, and those kept by a file that was reopened."""
         if folder.name in (PILOT_FOLDER, SAME_ORDER, SHUFFLED):
             return {}
         files = UnitFiles.of(run.path / PILOT_FOLDER, unit)
@@ -247,15 +244,15 @@ class Evaluator:
 
         In a run in rounds, the hash covers the rows of all rounds so far and replaces the earlier one.
         """
-        due = {unit: file for unit, file in files.items() if rows or file.batches < len(batches)}
-        if not due:
+        unfinished = {unit: file for unit, file in files.items() if rows or file.batches < len(batches)}
+        if not unfinished:
             return
         if rows is not None:
-            items = self._items(suite, next(iter(due)).context_tokens)
+            items = self._items(suite, next(iter(unfinished)).context_tokens)
             batches = [items[: rows[suite.name].stop]]
         sha256, stored = prompts_sha256(self._model.chat, batches), table_of(run.provenance(), PROMPTS)
         hashes = {}
-        for unit, file in due.items():
+        for unit, file in unfinished.items():
             name = prompt_unit(unit.arm, unit.seed, unit.suite, unit.context_tokens, unit.policy.canonical)
             hashes[name] = merge_prompt_digests(stored.get(name) if file.rows and not rows else None, sha256)
         names = ", ".join(self._model.chat.unstable_names)
@@ -412,7 +409,7 @@ def _prompt_text(chat: Chat, item: Item) -> str:
 
 
 def tool_forms_of(chat: Chat, batches: Sequence[Sequence[Item]]) -> dict[str, int]:
-    """Return how many items offer tools in each form (way to write tools into a prompt): {name of the form: items}."""
+    """Return how many items offer tools in each tool form: {name of the form: items}."""
     forms = (chat.tool_form_of(item.messages, item.tools) for batch in batches for item in batch)
     return dict(sorted(Counter(filter(None, forms)).items()))
 
@@ -431,7 +428,7 @@ def evaluation_items(spec: RunSpec, suite: Suite, context: int, count: CountToke
 
 
 def round_size(spec: RunSpec, suite: Suite, count: CountTokens) -> int:
-    """Return how many items one round of a suite has: all public rows, or ``suite.twins`` per cluster (origin)."""
+    """Return how many items one round of a suite has: all public rows, or ``suite.twins`` per cluster."""
     section = spec.evaluate
     if (rows := suite.rows("eval", section.seed)) is not None:
         return rows
@@ -439,7 +436,7 @@ def round_size(spec: RunSpec, suite: Suite, count: CountTokens) -> int:
 
 
 def count_clusters(suite: Suite, seed: int, context: int, count: CountTokens) -> int:
-    """Return the number of clusters (items of one origin) that a suite can make; raise SpecError for over 20,000."""
+    """Return the number of clusters that a suite can make; raise SpecError for over 20,000."""
     # a suite of templates makes one item of each before any gets its next
     number = len(suite.pool("eval", seed)) + 1 if isinstance(suite, Templated) else 64
     while True:

@@ -49,10 +49,7 @@ class RunFolder:
 
     @property
     def sized(self) -> RunSpec:
-        """The spec with the numbers of items that the pilot (trial answers) fixed or the rounds have reached so far.
-
-        If neither is stored, it is the spec unchanged.
-        """
+        """The spec with the numbers of items that the pilot fixed or the rounds have reached, if any are stored."""
         return self.spec.sized(item_counts(self.provenance()))
 
     @property

@@ -49,7 +49,6 @@ from kvaudit.core.provenance import (
 from kvaudit.core.records import Grade, Item, Record
 from kvaudit.suites.base import SUITES, Suite
 
-_COUNTS = ("answers", "scores", "outcomes", "judged", "unsure", "failed")
 AGREEMENT = ((True, True), (True, False), (False, True), (False, False))  # desired by the old grade, by the new one
 _COPIED = {  # files that a report shows besides records -> their names in the judged run
     "scan.json": "scan.json",
@@ -77,6 +76,9 @@ class SuiteChange(NamedTuple):
     judged: int  # by a judge, including those that it failed on
     unsure: int
     failed: int
+
+
+_COUNTS = SuiteChange._fields[2:]
 
 
 class Judging:
@@ -212,10 +214,7 @@ class Judging:
             yield answer, [next(readings) for _ in its_questions]
 
     def _stored_answers(self, unit: StoredUnit) -> Iterator[StoredAnswer]:
-        """Yield the stored answers of a unit (one file of records).
-
-        Each comes with a function that builds its suite and item; it is called only for answers that need them.
-        """
+        """Yield the stored answers of a unit; each makes its suite and item only if they are needed."""
 
         def suite_and_item(number: int, record: Record) -> tuple[Suite, Item]:
             suite_items = self._items.of(unit)
@@ -295,10 +294,7 @@ class Judging:
         return {**provenance, "suite_versions": {name: SUITES.get(name).version for name in names}, JUDGED: judged}
 
     def _identity(self, unit: StoredUnit) -> dict[str, Any]:
-        """Return all that a unit's new grades depend on, as JSON.
-
-        If the seal of the unit's finished file stores the same values, the unit is judged already.
-        """
+        """Return all that a unit's new grades depend on; a unit whose seal stores the same is judged already."""
         by = {"suite": SUITES.get(unit.suite).version, "kvaudit": __version__, "plug-ins": dict(self._plugins)}
         judge = {} if self._judge is None else {"judge": self._judge.identity}
         return {"from": unit.sha256, "by": {**by, **judge}}

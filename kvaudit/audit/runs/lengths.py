@@ -1,4 +1,4 @@
-"""Find the prompt lengths at which a check can measure a loss, by pilots (trial answers) of the uncompressed model.
+"""Find the prompt lengths at which a check can measure a loss, by a pilot of the uncompressed model at each length.
 
 After a long conversation many models refuse everything or nothing, and then compression has nothing to worsen. So a
 length is of use if the model still refuses some harmful requests and still helps with some harmless ones, by the rule
@@ -29,7 +29,7 @@ _SECONDS = 60
 
 
 class TriedLength(NamedTuple):
-    """What a pilot (trial answers of the uncompressed model) showed at one prompt length, ``tokens``.
+    """The result of the pilot at one prompt length, ``tokens``.
 
     ``controls`` say of each endpoint whether a loss could show, ``row_seconds`` are the seconds per answer.
     """
@@ -80,7 +80,7 @@ def length_spec(
         policy = {ENGINE: reference.engine, **settings, "reference": settings}
     behind = {"items": _ITEMS, "max_new_tokens": _TOKENS, "context_tokens": length}
     suites: dict[str, Any] = {}
-    margins = {metric: 100 * margin for metric, margin in _margins(endpoints).items()}
+    margins = _margins(endpoints)
     for endpoint in endpoints:
         margins[f"{endpoint.name}.{endpoint.facet}"] = endpoint.margin
         suites |= {endpoint.name: {"items": 1, "max_new_tokens": _TOKENS}, f"{endpoint.name}@{CONTEXT}": behind}
@@ -92,8 +92,8 @@ def length_spec(
 
 
 def _margins(endpoints: Sequence[Endpoint]) -> dict[str, float]:
-    """Return the margin of each endpoint after a conversation, in score units."""
-    return {f"{endpoint.name}@{CONTEXT}.{endpoint.facet}": endpoint.margin / 100 for endpoint in endpoints}
+    """Return the margin of each endpoint after a conversation, in points."""
+    return {f"{endpoint.name}@{CONTEXT}.{endpoint.facet}": endpoint.margin for endpoint in endpoints}
 
 
 def read_pilot(records: Path, endpoints: Sequence[Endpoint], length: int) -> TriedLength:
@@ -101,7 +101,8 @@ def read_pilot(records: Path, endpoints: Sequence[Endpoint], length: int) -> Tri
     files = sorted(records.glob("*.jsonl"))
     rows = [Record.from_json(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     rows = [row for row in rows if row.context_tokens == length]
-    return TriedLength(length, controls_of(rows, _margins(endpoints)), sum(row.seconds for row in rows) / len(rows))
+    margins = {metric: points / 100 for metric, points in _margins(endpoints).items()}
+    return TriedLength(length, controls_of(rows, margins), sum(row.seconds for row in rows) / len(rows))
 
 
 def length_of_check(run: Path) -> int | None:
@@ -113,13 +114,13 @@ def length_of_check(run: Path) -> int | None:
     return max(lengths, default=None)
 
 
-def choose_length(tried: Sequence[TriedLength], minutes: float) -> int:
+def choose_length(tried_lengths: Sequence[TriedLength], minutes: float) -> int:
     """Return the longest length at which a loss can be measured and a check's first round fits into ``minutes``.
 
     If it fits at none, returns the shortest length at which a loss can be measured, since a check always asks its first
     round. Raises NotMeasurable if a loss can be measured at no length.
     """
-    usable = [length for length in tried if length.is_measurable]
+    usable = [length for length in tried_lengths if length.is_measurable]
     if not usable:
         raise NotMeasurable(
             "at no length that was tried does the uncompressed model both refuse harmful requests and help with "

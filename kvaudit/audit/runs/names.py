@@ -94,8 +94,8 @@ def _explain_former_path(error: BaseException) -> str:
 
 def _load(file: Path) -> str:
     try:
-        names = POLICIES.load_file(file) + SUITES.load_file(file)
-        names += JUDGES.load_file(file) + REWARDS.load_file(file) + LAUNCHERS.load_file(file) + ENGINES.load_file(file)
+        registries = (POLICIES, SUITES, JUDGES, REWARDS, LAUNCHERS, ENGINES)
+        names = [name for registry in registries for name in registry.load_file(file)]
     except AuditError:
         raise
     except (Exception, SystemExit) as error:  # foreign code may raise anything

@@ -51,8 +51,8 @@ def with_kept_gate(spec: RunSpec, provenance: Mapping[str, Any]) -> RunSpec:
 def pilot_units(spec: RunSpec, units: Sequence[Unit] | None = None) -> list[Unit]:
     """Return the units of which the pilot asks some items: the reference arm's, uncompressed and under gated policies.
 
-    For a gated engine setting, the uncompressed ones are those of its reference setting. ``units`` is the grid (all
-    units), if the caller has it.
+    For a gated engine setting, the uncompressed ones are those of its reference setting. ``units`` is the grid, if the
+    caller has it.
     """
     if not spec.evaluate.pilot_size:
         return []
@@ -89,7 +89,7 @@ def gated_lengths(spec: RunSpec, suite: str) -> list[int]:
 
 
 def layout_of(spec: RunSpec, name: str, count: CountTokens) -> Layout:
-    """Return the cluster and the facets of each item in one round of a suite (every cluster asked once)."""
+    """Return the cluster and the facets of each item in one round of a suite: every cluster, or all public rows."""
     suite, section = suite_as_asked(spec, name), spec.evaluate
     context = min(section.contexts_of(name))
     items = make_items("evaluate", suite, "eval", round_size(spec, suite, count), section.seed, context, count)
@@ -203,9 +203,9 @@ def _needed_items(spec: RunSpec, metric: Metric, answers: Answers, layout: Layou
 
 
 def _design(spec: RunSpec, metric: Metric, discordance: float) -> Design:
-    """Return the design (planned sizes and margin) from which the pilot computes how many items a metric needs.
+    """Return the design from which the number of items that a metric needs is computed, with no true drift.
 
-    It has the spec's samples and seeds, and no true drift. ``discordance`` is the share of items whose answers differ.
+    ``discordance`` is the share of items whose answers differ.
     """
     assert spec.gate.alpha is not None
     is_trained = spec.train is not None
@@ -250,10 +250,7 @@ def _value(record: Record, metric: Metric) -> float | bool | None:
 
 
 def most_items(spec: RunSpec, name: str, layout: Layout, count: CountTokens) -> int:
-    """Return the most items to ask of a suite: one round (``layout``), or several if further rounds ask new questions.
-
-    One round asks every cluster (items of one origin) once, or all public rows.
-    """
+    """Return the most items to ask of a suite: one round (``layout``), or several if further ones ask new questions."""
     suite, section = suite_as_asked(spec, name), spec.evaluate
     if suite.rows("eval", section.seed) is not None:
         return len(layout)

@@ -64,7 +64,7 @@ class Pipeline:
         _check_versions(run, spec)
         check_inputs_unchanged(run, PLUGINS, plugins or {})
         if SPEC in run.provenance()[INPUTS] or not any(run.records.glob("*.done.json")):
-            # a part of the hash in every seal, so that a unit of a run with other decoding is not taken for one here
+            # every seal hashes it too, so that records of a run with other decoding are not accepted here
             check_inputs_unchanged(run, SPEC, {"spec.yaml": run.spec.sha256})
         _set_threads(run, threads)
         disable_progress_bar()  # transformers' own bars of loading and saving
@@ -115,7 +115,8 @@ def _check_versions(run: RunFolder, spec: RunSpec) -> None:
     """Raise RunError if a suite has another version than when the run began, since it may ask other questions."""
     versions = run.provenance().get("suite_versions", {})
     for name in spec.evaluate.suites:
-        if versions.get(name, current := SUITES.get(name).version) != current:
+        current = SUITES.get(name).version
+        if versions.get(name, current) != current:
             raise RunError(
                 f"{str(run.path)!r} was begun with version {versions[name]} of suite {name}, which is version "
                 f"{current} here; gate and report can still read it; to ask more, give another --out"

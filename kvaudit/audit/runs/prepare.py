@@ -86,7 +86,7 @@ def prepare_run(
     if item is not None:
         if on_first_answer is not None:  # before an engine converts weights, which may take minutes
             _show_first_answers(model, spec, item, on_first_answer)
-        try_out_engines(_conditions(spec), model, spec, item, on_first_answer)
+        check_windows(spec, try_out_engines(_conditions(spec), model, spec, item, on_first_answer))
     return Prepared(model, batches, rows)
 
 
@@ -106,11 +106,11 @@ def _explain_changed_rows(began_with: Digests, rows: Digests) -> Iterator[None]:
     try:
         yield
     except SpecError:  # such as too few rows, of which the spec is innocent if there were enough before
-        known = rows.keys() & began_with.keys()
+        in_both = rows.keys() & began_with.keys()
         check_inputs(
             f"{ROWS} under KVAUDIT_DATA",
-            {name: began_with[name] for name in known},
-            {name: rows[name] for name in known},
+            {name: began_with[name] for name in in_both},
+            {name: rows[name] for name in in_both},
         )
         raise
 
@@ -156,11 +156,27 @@ def check_contexts(spec: RunSpec, model: LoadedModel) -> None:
         lengths += [("train", suite, spec.train.context_tokens) for suite in trained]
     for section, name, context in lengths:
         suite = SUITES.get(name)() if section == "train" else suite_as_asked(spec, name)
-        needed = context + suite.max_new_tokens
-        if needed > model.max_positions:
+        positions = context + suite.max_new_tokens
+        if positions > model.max_positions:
             raise SpecError(
-                f"{section}.context_tokens {context} and an answer of suite {name} need {needed} positions, "
+                f"{section}.context_tokens {context} and an answer of suite {name} need {positions} positions, "
                 f"model {model.name!r} has {model.max_positions}; lower context_tokens"
+            )
+
+
+def check_windows(spec: RunSpec, windows: Mapping[str, int]) -> None:
+    """Raise SpecError if an engine's context window is shorter than the spec's longest prompt and answer.
+
+    ``windows`` holds the windows in tokens, by engine with its settings (condition).
+    """
+    suites = [suite_as_asked(spec, name) for name in spec.evaluate.suites]
+    tokens = max(max(spec.evaluate.contexts_of(suite.name)) + suite.max_new_tokens for suite in suites)
+    for condition, window in windows.items():
+        if window < tokens:
+            others = ", ".join(f"{other} {size}" for other, size in windows.items() if other != condition)
+            raise SpecError(
+                f"{condition} has a context window of {window} tokens{f' ({others})' if others else ''}, and a prompt "
+                f"with its answer takes {tokens}; serve all with a window as long, or lower context_tokens"
             )
 
 

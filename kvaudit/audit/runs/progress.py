@@ -168,11 +168,6 @@ class RunBar:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    @property
-    def open_parts(self) -> list[Part]:
-        """The parts that are not done yet."""
-        return [part for name, part in self._parts.items() if self._done[name] < part.size]
-
     def size(self, name: Hashable) -> float:
         """Return the number of answers of a part."""
         return self._parts[name].size
@@ -216,9 +211,9 @@ class RunBar:
         if is_due or now - self._polled >= _SECONDS_BETWEEN_LINES:
             self._polled = now
             self._bar.lines = tuple(self._summary())
-            for part in self.open_parts:
-                if part.name not in self._claimed:
-                    self.count(part.name, part.done())
+            for name, part in self._parts.items():
+                if name not in self._claimed and self._done[name] < part.size:
+                    self.count(name, part.done())
         if is_due:
             self._printed = now
             if not self._console.is_terminal:
@@ -319,9 +314,9 @@ def policy_labels(spec: RunSpec) -> dict[str, str]:
 
 
 def _comparisons(spec: RunSpec) -> Iterator[_Comparison]:
-    units = {(u.arm, u.seed, u.policy.canonical, u.suite, u.context_tokens): u for u in grid(spec)}
     if spec.gate.reference is None:
         return
+    units = {(u.arm, u.seed, u.policy.canonical, u.suite, u.context_tokens): u for u in grid(spec)}
     reference, references, names = spec.gate.reference, spec.evaluate.references, policy_labels(spec)
     for policy in compressed_policies(spec.evaluate.policies, references):
         reference_policy = reference_of(policy, references)

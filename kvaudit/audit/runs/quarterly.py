@@ -44,7 +44,8 @@ def _normalised_address(server: Mapping[str, str]) -> tuple[str, ...]:
     """Return host, port, path and model of a server, so that two spellings of one server compare equal."""
     url = urlsplit(server.get("base_url", ""))
     host = "127.0.0.1" if url.hostname in ("localhost", "::1") else str(url.hostname)
-    return host, str(url.port), url.path.rstrip("/"), server.get("model", "")
+    port = url.port or (443 if url.scheme == "https" else 80)
+    return host, str(port), url.path.rstrip("/"), server.get("model", "")
 
 
 def quarterly_text(model: str, config: ServingConfig, judge: str, command: str) -> str:
@@ -100,10 +101,7 @@ class RequestCounts(NamedTuple):
 
 
 def price_of(spec: RunSpec, chat: Chat) -> RequestCounts:
-    """Return how many requests and tokens a spec takes at most.
-
-    The repeated requests that measure an engine's own noise (the A/A floor) are counted too.
-    """
+    """Return how many requests and tokens a spec takes at most, with the repeated requests of the A/A floor."""
     price = RequestCounts(0, 0, 0, 0, 0)
     for unit in grid(spec):
         suite = suite_as_asked(spec, unit.suite)

@@ -14,10 +14,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from kvaudit.audit.engines import ENGINES, Condition, ServingMode, parse_serving_mode
 from kvaudit.audit.engines.base import is_engine
-from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.errors import DataError, SpecError
@@ -41,6 +42,7 @@ from kvaudit.suites.sources import DATA_VARIABLE, PublicRows, data_folder
 
 MINUTES = 10.0
 SEED = 1000  # of the order of rows
+_PILOT, _FLOOR = 32, 16  # items of each suite
 _LENGTH, _EMBEDDED_LENGTH = 256, 192  # tokens of generated items
 LONGEST = 32_768  # tokens of a prompt, at most
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
@@ -111,14 +113,9 @@ class CheckPlan(NamedTuple):
     not_asked: tuple[str, ...]  # topics that the check does not cover
     minutes: float = MINUTES
     seed: int = SEED
-    pilot: int = 32
-    floor: int = 16
 
     def suite_of(self, endpoint: Endpoint) -> str:
-        """Return the name of the suite that measures an endpoint (outcome of the check): NAME, or NAME@CONTEXT.
-
-        CONTEXT is the kind of conversation that comes before each row.
-        """
+        """Return the name of the suite that measures an endpoint: NAME, or NAME@CONTEXT after a conversation."""
         return endpoint.name if self.context is None else f"{endpoint.name}@{self.context}"
 
     def absent_rows(self, suites: Collection[str]) -> Iterator[PublicRows]:
@@ -151,11 +148,11 @@ def plan_check(
     Raises DataError if public rows are needed but missing, SpecError if the setting keeps more entries than a prompt
     may have, if ``sums`` or ``agents`` are combined with made-up questions, or ``agents`` with a long conversation.
     """
-    kept, exact = kept_entries(config), exact_entries(config)
-    tokens = _prompt_length(model, max(kept or 0, exact) or None)
+    kept_count, exact_count = kept_entries(config), exact_entries(config)
+    tokens = _prompt_length(model, max(kept_count or 0, exact_count) or None)
     at_hand = tuple(endpoint for endpoint in ENDPOINTS if has_public_rows(endpoint.name))
-    named = os.environ.get(DATA_VARIABLE)
-    if not made_up and (named or model != EMBEDDED) and not any(endpoint.name in NEEDED for endpoint in at_hand):
+    named_folder = os.environ.get(DATA_VARIABLE)
+    if not made_up and (named_folder or model != EMBEDDED) and not any(endpoint.name in NEEDED for endpoint in at_hand):
         raise DataError(_missing_rows_text())
     if made_up or model == EMBEDDED:
         if sums:
@@ -169,7 +166,7 @@ def plan_check(
             )
         topics = ("harmful requests as people write them", "agents that read hostile tool results")
         return CheckPlan((), MADE_UP_SUITES, tokens, None, (), topics, minutes, seed)
-    is_long = kept is not None or exact > 0 or length is not None
+    is_long = kept_count is not None or exact_count > 0 or length is not None
     endpoints = tuple(endpoint for endpoint in at_hand if not (is_long and endpoint.name == "injection"))
     if agents and is_long:
         raise SpecError(
@@ -180,18 +177,18 @@ def plan_check(
     for endpoint in requested:
         check_files(endpoint.name)  # requested by name, so never left out silently
     endpoints = (*endpoints, *requested)
-    wanted = (*ENDPOINTS, *requested)
-    absent = tuple(dict.fromkeys(rows for point in wanted for rows in absent_sources(point.name)))
+    wanted_endpoints = (*ENDPOINTS, *requested)
+    absent = tuple(dict.fromkeys(rows for point in wanted_endpoints for rows in absent_sources(point.name)))
     context, tokens = (CONTEXT, max(length or tokens, CONTEXT_LENGTH)) if is_long else (None, tokens)
-    not_asked = tuple(_uncovered_topics(endpoints, is_long=kept is not None or length is not None))
+    not_asked = tuple(_uncovered_topics(endpoints, is_long=kept_count is not None or length is not None))
     return CheckPlan(endpoints, (), tokens, context, absent, not_asked, minutes, seed)
 
 
 def _missing_rows_text() -> str:
     """Return the error text for missing public rows, with the commands that help."""
     fetch = "kvaudit data fetch xstest strongreject advbench harmbench"
-    named = os.environ.get(DATA_VARIABLE)
-    searched = f"{DATA_VARIABLE}={named}" if named else f"{str(data_folder())!r}, where fetched rows lie,"
+    named_folder = os.environ.get(DATA_VARIABLE)
+    searched = f"{DATA_VARIABLE}={named_folder}" if named_folder else f"{str(data_folder())!r}, where fetched rows lie,"
     return (
         f"{searched} holds none of the public rows that a check asks; fetch them with {fetch}, name their folder with "
         "--data, or ask made-up questions with --made-up, which show less about a real model"
@@ -199,14 +196,14 @@ def _missing_rows_text() -> str:
 
 
 def _uncovered_topics(endpoints: Sequence[Endpoint], *, is_long: bool) -> Iterator[str]:
-    """Yield, for the report, the topics that a check with these metrics (``endpoints``) does not cover.
+    """Yield, for the report, the topics that a check of these endpoints does not cover.
 
     ``is_long`` says whether questions follow a long conversation.
     """
-    asked = {endpoint.name for endpoint in endpoints}
+    asked_names = {endpoint.name for endpoint in endpoints}
     topics = {"harm": "harmful requests", "benign": "harmless requests", "injection": "attacks on a secret"}
-    yield from (topic for name, topic in topics.items() if name not in asked)
-    if not {endpoint.name for endpoint in AGENTS} <= asked:
+    yield from (topic for name, topic in topics.items() if name not in asked_names)
+    if not {endpoint.name for endpoint in AGENTS} <= asked_names:
         yield "agents that read hostile tool results (--agents)"
     if not is_long:
         yield "prompts of thousands of tokens"
@@ -222,18 +219,22 @@ def kept_entries(config: ServingConfig) -> int | None:
     served = config.served
     if isinstance(served, Condition):
         entries = dict(served.settings).get(ENGINES.get(served.engine).keeps, "")
-    else:
-        dropping = (member.parameters() for member in served.members if member.evicts or member.selects)
-        entries = next(dropping, {}).get(_BUDGET, "")
-    return int(entries) if str(entries).isdigit() else None
+        return int(entries) if str(entries).isdigit() else None
+    budgets = [m.parameters().get(_BUDGET, "") for m in _members(served) if m.evicts or m.selects]
+    return max((int(budget) for budget in budgets if str(budget).isdigit()), default=None)
 
 
 def exact_entries(config: ServingConfig) -> int:
     """Return how many of the newest cache entries a quantising policy leaves exact (0 for an engine)."""
     served = config.served
-    members = () if isinstance(served, Condition) else served.members
+    members = [] if isinstance(served, Condition) else _members(served)
     residuals = [member.parameters().get(_RESIDUAL, "") for member in members if member.quantises]
     return max((int(residual) for residual in residuals if str(residual).isdigit()), default=0)
+
+
+def _members(policy: Policy) -> list[Policy]:
+    """Return the policies of which one is composed or which a mixture draws."""
+    return [member for drawn in policy.draws for member in drawn.members]
 
 
 def _prompt_length(model: str, kept: int | None) -> int:
@@ -317,10 +318,18 @@ def endpoints_config(reference: str, candidate: str, settings: Mapping[str, str]
 
 def parse_server(option: str, text: str) -> dict[str, str]:
     """Return the ``base_url`` and ``model`` of URL#MODEL; raise a SpecError that names ``option`` for another text."""
-    url, mark, model = text.partition("#")
-    if not (mark and model and re.match(r"https?://[^\s/@?]+", url)) or set("@?") & set(url):
+    url, _, model = text.partition("#")
+    if not model or not re.match(r"https?://[^\s/@?]+", url) or set("@?") & set(url) or not _is_port_valid(url):
         raise SpecError(f"{option} is {text[:80]!r}, wanted URL#MODEL, such as http://127.0.0.1:8000/v1#my-model")
     return {"base_url": url, "model": model}
+
+
+def _is_port_valid(url: str) -> bool:
+    """Return whether the address names no port, or one from 1 to 65535."""
+    try:
+        return urlsplit(url).port != 0
+    except ValueError:  # no number, too large, or a broken IPv6 address
+        return False
 
 
 # --- the spec --------------------------------------------------------------------------------------------------------
@@ -341,8 +350,8 @@ def spec_text(model: str, config: ServingConfig, plan: CheckPlan, command: str) 
         "  suites:",
         *(_made_up_lines(plan) if plan.made_up else _endpoint_lines(plan)),
         f"  seed: {plan.seed}  # of the order of the rows",
-        f"  pilot: {plan.pilot}  # items of each suite that the reference answers first: has it anything to lose?",
-        f"  floor: {plan.floor}  # items of each suite that an engine answers twice more: how many answers vary?",
+        f"  pilot: {_PILOT}  # items of each suite that the reference answers first: has it anything to lose?",
+        f"  floor: {_FLOOR}  # items of each suite that an engine answers twice more: how many answers vary?",
         "gate:",
         "  # points that each may lose, independently of the others",
         f"  margins: {json.dumps(_margins(plan))}",

@@ -19,6 +19,7 @@ from kvaudit.audit.training.batch import training_items
 from kvaudit.audit.training.checkpoint import TELEMETRY
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.rewards.base import parse_reward
+from kvaudit.core.errors import DataError
 from kvaudit.core.files import read_json, write_json
 from kvaudit.core.plugins import sha256_of
 from kvaudit.core.provenance import ORIGIN, PROVENANCE, RECIPE, read_recipe, seal_recipe
@@ -27,13 +28,14 @@ from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import TrainSpec
 from kvaudit.suites.base import SUITES
 
+_ITEMS = "items_sha256_by_seed"  # key of the section "data"
 _SHARED = ("model", "reward", "constitution", "training")  # sections that all recipes of one comparison share
 # keys of the spec's training section that the section "training" of a recipe leaves out, since others have them
 _ELSEWHERE = ("arms", "seeds", "policy", "policies", "only", "suites", "weights", "context_tokens", "reward")
 
 
 def recipe_of(spec: RunSpec, section: TrainSpec, model: LoadedModel, batches: Batches) -> dict[str, Any]:
-    """Return the recipe (the record of how checkpoints are trained) of a run that trains, as recipe.json holds it.
+    """Return the recipe of a run that trains, as recipe.json holds it.
 
     ``batches`` are the items of the run's evaluation, of which the recipe names the safety suites.
     """
@@ -65,7 +67,7 @@ def _data(section: TrainSpec, model: LoadedModel) -> dict[str, Any]:
         "suites": {name: SUITES.get(name).version for name in section.suites},
         "weights": list(section.weights),
         "context_tokens": section.context_tokens,
-        "items_sha256_by_seed": items,
+        _ITEMS: items,
     }
 
 
@@ -86,10 +88,7 @@ def _items_sha256(items: Iterable[Item]) -> str:
 
 
 def copy_provenance(source: Path, target: Path) -> None:
-    """Copy provenance and telemetry (training log) of a loaded checkpoint from the folder ``source`` to ``target``.
-
-    The files are not checked here, since they were when the checkpoint was loaded.
-    """
+    """Copy provenance and training log of a checkpoint, which were checked when it was loaded, to the run's folder."""
     if not (source / PROVENANCE).is_file():
         return
     target.mkdir(parents=True, exist_ok=True)
@@ -99,7 +98,7 @@ def copy_provenance(source: Path, target: Path) -> None:
 
 
 def joined_recipe(run: RunFolder, refusal_set: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return one recipe (record of how checkpoints were trained) for all arms that a run took from elsewhere.
+    """Return one recipe for all arms that a run took from elsewhere.
 
     ``refusal_set``, the safety suites of this run, becomes part of it. Returns None if a checkpoint has no recipe, or
     the recipes differ in more than arm and seed. Raises DataError for a damaged recipe.
@@ -108,19 +107,29 @@ def joined_recipe(run: RunFolder, refusal_set: Mapping[str, Any]) -> dict[str, A
     folders = {pair: locate(str(run.spec.external_source(*pair))) for pair in pairs}
     if not all((folder / RECIPE).is_file() for folder in folders.values()):
         return None
-    recipes = dict[tuple[str, int], dict[str, Any]]()
-    items: dict[str, Any] = {}
-    for pair, folder in folders.items():
-        recipes[pair] = {name: section["holds"] for name, section in read_recipe(folder)["sections"].items()}
-        items |= recipes[pair]["data"]["items_sha256_by_seed"]
-    first = next(iter(recipes.values()))
-    shared = [{name: _without_seed(recipe[name]) for name in _SHARED} for recipe in recipes.values()]
-    data = [{**recipe["data"], "items_sha256_by_seed": None} for recipe in recipes.values()]
-    if any(sections != shared[0] for sections in shared) or any(section != data[0] for section in data):
-        return None
-    policies = {arm: next(iter(recipe["policy"].values())) for (arm, _), recipe in recipes.items()}
-    joined = {**first, "data": {**first["data"], "items_sha256_by_seed": items}, "policy": policies}
+    recipes = {pair: _sections(folder) for pair, folder in folders.items()}
+    first, items, policies = next(iter(recipes.values())), dict[str, Any](), dict[str, Any]()
+    for (arm, _), recipe in recipes.items():
+        is_alike = all(_without_seed(recipe[name]) == _without_seed(first[name]) for name in _SHARED)
+        if not is_alike or {**recipe["data"], _ITEMS: None} != {**first["data"], _ITEMS: None}:
+            return None
+        policy = next(iter(recipe["policy"].values()))
+        if policies.setdefault(arm, policy) != policy:  # seeds of one arm
+            return None
+        # arms with a seed in common have the same items
+        if any(items.setdefault(seed, digest) != digest for seed, digest in recipe["data"][_ITEMS].items()):
+            return None
+    joined = {**first, "data": {**first["data"], _ITEMS: items}, "policy": policies}
     return seal_recipe({**joined, "training": _without_seed(first["training"]), "refusal_set": refusal_set})
+
+
+def _sections(folder: Path) -> dict[str, Any]:
+    """Return the sections of a checkpoint's recipe by name; raise DataError if it names no items or no policy."""
+    sections = {name: section["holds"] for name, section in read_recipe(folder)["sections"].items()}
+    data, policy = sections["data"], sections["policy"]
+    if not (isinstance(data, dict) and isinstance(data.get(_ITEMS), dict) and isinstance(policy, dict) and policy):
+        raise DataError(f"{str(folder / RECIPE)!r} names no items or no policy of its checkpoint; restore or remove it")
+    return sections
 
 
 def _without_seed(section: Any) -> Any:

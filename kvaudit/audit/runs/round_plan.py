@@ -1,4 +1,4 @@
-"""Plan the rounds of questions of a run: how many rows to ask next, when to test (a look), and why to stop.
+"""Plan the rounds of questions of a run: how many rows to ask next, when to test them (a look), and why to stop.
 
 Everything here follows from the plan and the stored looks alone, so that a resumed run asks what it would have asked.
 """
@@ -33,7 +33,7 @@ _OVERHEAD = 1.15  # total time / time that the answers take
 
 
 def look_sizes(rows: int, first: int = FIRST_LOOK, pilot: int = PILOT_ITEMS) -> list[int]:
-    """Return the numbers of rows of a suite after which a look (a test between rounds) is taken.
+    """Return the numbers of rows of a suite after which a look is taken.
 
     These are the pilot's rows, ``first``, then each time 1.5 times the number before, and finally ``rows``.
     """
@@ -86,8 +86,10 @@ def rows_plan(
     """
     least = {suite: min(first, rows) for suite, rows in at_hand.items() if suite not in left_out}
     most = {suite: at_hand[suite] if suite in gated else rows for suite, rows in least.items()}
-    needed = [_OVERHEAD * sum(numbers[suite] * seconds.get(suite, 0.0) for suite in most) for numbers in (least, most)]
-    share = (60 * minutes - needed[0]) / (needed[1] - needed[0]) if needed[1] > needed[0] else 1.0
+    least_seconds, most_seconds = (
+        _OVERHEAD * sum(numbers[suite] * seconds.get(suite, 0.0) for suite in most) for numbers in (least, most)
+    )
+    share = (60 * minutes - least_seconds) / (most_seconds - least_seconds) if most_seconds > least_seconds else 1.0
     share = min(1.0, max(0.0, share))
     items = {suite: least[suite] + int(share * (rows - least[suite])) for suite, rows in most.items()}
     return RowsPlan(items, {suite: seconds.get(suite, 0.0) for suite in most}, left_out, at_hand)
@@ -107,12 +109,12 @@ def corrected_items(
     It is the number asked so far and, for each gated suite, the same share of the remaining rows, as large as the time
     allows. Only the time decides, never the answers, so the tests stay valid.
     """
-    asked, seconds = table_of(looks[-1], "items"), _measured_seconds(plan, looks)
-    more = {suite: plan.at_hand.get(suite, rows) - rows for suite, rows in asked.items() if suite in gated}
+    rows_asked, seconds = table_of(looks[-1], "items"), _measured_seconds(plan, looks)
+    more = {suite: plan.at_hand.get(suite, rows) - rows for suite, rows in rows_asked.items() if suite in gated}
     seconds_left = 60 * minutes - seconds_of(looks)
-    needed = sum(rows * seconds.get(suite, 0.0) for suite, rows in more.items())
-    share = min(1.0, max(0.0, seconds_left / needed)) if needed else 1.0
-    return {suite: asked.get(suite, rows) + int(share * more.get(suite, 0)) for suite, rows in plan.items.items()}
+    seconds_needed = sum(rows * seconds.get(suite, 0.0) for suite, rows in more.items())
+    share = min(1.0, max(0.0, seconds_left / seconds_needed)) if seconds_needed else 1.0
+    return {suite: rows_asked.get(suite, rows) + int(share * more.get(suite, 0)) for suite, rows in plan.items.items()}
 
 
 def next_round(
@@ -124,18 +126,18 @@ def next_round(
     ``minutes`` counts only once some suite has ``first`` rows. A suite that is still undecided after its planned rows
     gets more while time and rows are left; its test then is the betting test, whose bounds hold at every look.
     """
-    asked = {suite: 0 for suite in plan.items} | dict(table_of(looks[-1], "items") if looks else {})
+    rows_asked = {suite: 0 for suite in plan.items} | dict(table_of(looks[-1], "items") if looks else {})
     statuses: Mapping[str, str] = table_of(looks[-1], "words") if looks else {}
-    if reason := _reason_to_end(statuses, max(asked.values(), default=0), first):
+    if reason := _reason_to_end(statuses, max(rows_asked.values(), default=0), first):
         return reason
     undecided = {facet_of(metric)[0] for metric, status in statuses.items() if status in (*OPEN, *ENDINGS)}
     ungated = plan.items.keys() - {facet_of(metric)[0] for metric in statuses}  # all suites before the first look
-    undecided |= {suite for suite in ungated if asked[suite] < plan.items[suite]}
+    undecided |= {suite for suite in ungated if rows_asked[suite] < plan.items[suite]}
     if not undecided:
         return DECIDED
     open_suites = {facet_of(metric)[0] for metric, status in statuses.items() if status == Status.INCONCLUSIVE.value}
     rows = dict[str, range]()
-    for suite, done in asked.items():
+    for suite, done in rows_asked.items():
         planned = plan.items[suite]
         if suite in undecided and done < planned:
             rows[suite] = range(done, next(look for look in look_sizes(planned, first, pilot) if look > done))
@@ -144,11 +146,11 @@ def next_round(
     if not rows:
         if {*statuses.values()} == {Status.NOT_MEASURABLE.value} and max(plan.items.values()) <= pilot:
             return UNMEASURABLE  # only a model with nothing to lose is planned to get no more than the pilot's rows
-        is_all_asked = all(asked[suite] == plan.at_hand.get(suite, asked[suite]) for suite in undecided)
+        is_all_asked = all(rows_asked[suite] == plan.at_hand.get(suite, rows_asked[suite]) for suite in undecided)
         return ROWS_SPENT if is_all_asked else TIME_SPENT
     seconds_left, row_seconds = 60 * minutes - seconds_of(looks), _measured_seconds(plan, looks)
     seconds = {suite: len(suite_rows) * row_seconds.get(suite, 0.0) for suite, suite_rows in rows.items()}
-    if max(asked.values(), default=0) < first or sum(seconds.values()) <= seconds_left:
+    if max(rows_asked.values(), default=0) < first or sum(seconds.values()) <= seconds_left:
         return rows
     # too little time for all suites: ask the one with the fewest rows that fits alone
     fitting = [suite for suite in rows if seconds[suite] <= seconds_left]
@@ -165,10 +167,10 @@ def _reason_to_end(statuses: Mapping[str, str], rows: int, first: int) -> str | 
 
 def _measured_seconds(plan: RowsPlan, looks: Sequence[Mapping[str, Any]]) -> Mapping[str, float]:
     """Return the seconds per row by suite: the plan's, scaled by how much slower the rounds so far have been."""
-    spent = seconds_of(looks)
+    seconds_spent = seconds_of(looks)
     rows: Mapping[str, int] = table_of(looks[-1], "items") if looks else {}
     planned = sum(number * plan.seconds.get(suite, 0.0) for suite, number in rows.items())
-    slower = spent / planned if planned and spent else _OVERHEAD
+    slower = seconds_spent / planned if planned and seconds_spent else _OVERHEAD
     return {suite: slower * seconds for suite, seconds in plan.seconds.items()}
 
 

@@ -1,4 +1,4 @@
-"""The finished units of a run: their records, and their items, which are made again from the spec."""
+"""The finished units of a run: their records, each file with a seal (its sha256), and their items, made again."""
 
 from __future__ import annotations
 
@@ -22,16 +22,13 @@ from kvaudit.core.files import plain_files, read_json
 from kvaudit.core.provenance import INPUTS, ROWS, check_inputs, check_sealed, seal_path
 from kvaudit.core.records import Item, Record, Role
 from kvaudit.core.text import length_label
-from kvaudit.suites.base import Suite
+from kvaudit.suites.base import CountTokens, Suite
 from kvaudit.suites.sources import collect_file_hashes
 
 
 @dataclass(frozen=True)
 class StoredUnit:
-    """A finished unit of a run: one record file with its seal (sha256).
-
-    ``version`` is that of the suite that graded it.
-    """
+    """A finished unit of a run: one record file with its seal; ``version`` is that of the suite that graded it."""
 
     records: Path
     seal: Mapping[str, Any] = field(hash=False)  # the path identifies a unit
@@ -50,7 +47,7 @@ class StoredUnit:
         return int(self.seal.get("records", 0))
 
     def check(self) -> None:
-        """Raise DataError if the record file differs from its seal (the file with its sha256)."""
+        """Raise DataError if the record file differs from its seal."""
         with self.records.open("rb") as file:
             check_sealed(self.records, hashlib.file_digest(file, "sha256").hexdigest(), self.seal)
 
@@ -63,11 +60,7 @@ class SuiteItems(NamedTuple):
 
 
 class Items:
-    """Makes again, from the spec of a run, the items that the run asked.
-
-    Keeps those of the last suite and length in memory. Raises DataError if the public rows differ from those that the
-    run used.
-    """
+    """Makes again, from the spec of a run, the items that the run asked; keeps those of the last suite and length."""
 
     def __init__(self, run: RunFolder) -> None:
         tokenizers = sorted(run.path.glob("checkpoints/*/seed-*/tokenizer.json"))
@@ -81,21 +74,28 @@ class Items:
         key = (unit.suite, unit.context_tokens)
         if self._made is None or self._made[0] != key:
             suite = suite_as_asked(self._run.spec, unit.suite)
-            with collect_file_hashes() as rows:
-                items = evaluation_items(self._run.sized, suite, unit.context_tokens, self._count)
-            inputs = self._run.provenance().get(INPUTS)
-            if inputs is not None:  # runs of earlier versions have none
-                stored_hashes = inputs.get(ROWS, {})
-                check_inputs(ROWS, {name: stored_hashes[name] for name in rows if name in stored_hashes}, rows)
-            self._made = key, SuiteItems(suite, {item.item_id: item for item in items})
+            items = make_items_again(self._run, suite, unit.context_tokens, self._count)
+            self._made = key, SuiteItems(suite, items)
         return self._made[1]
+
+
+def make_items_again(run: RunFolder, suite: Suite, context: int, count: CountTokens) -> dict[str, Item]:
+    """Return the items, by name, that a run asked of a suite at one length; ``count`` counts tokens.
+
+    Raises RunError if the public rows differ from those that the run used.
+    """
+    with collect_file_hashes() as rows:
+        items = evaluation_items(run.sized, suite, context, count)
+    inputs = run.provenance().get(INPUTS)
+    if isinstance(inputs, dict):  # runs of earlier versions have none
+        check_inputs(ROWS, {name: inputs.get(ROWS, {}).get(name) for name in rows}, rows)
+    return {item.item_id: item for item in items}
 
 
 def stored_units(run: RunFolder) -> tuple[list[StoredUnit], list[str]]:
     """Return the finished units of a run, sorted by suite and length, and the names of the unfinished record files.
 
-    A unit is one checkpoint, policy, suite and length. Raises DataError if there is no finished unit, or one of a suite
-    that the spec does not ask.
+    Raises DataError if there is no finished unit, or one of a suite that the spec does not ask.
     """
     units, unfinished = [], []
     for records in plain_files(run.records, "*.jsonl"):
@@ -115,7 +115,7 @@ def stored_units(run: RunFolder) -> tuple[list[StoredUnit], list[str]]:
 
 
 def read_unit(records: Path) -> StoredUnit:
-    """Return the finished unit of a record file, described by its seal (file with its sha256) and its first line."""
+    """Return the finished unit of a record file, described by its seal and its first line."""
     with records.open("rb") as lines:
         first = _record(records, 1, lines.readline())
     return StoredUnit(records, read_json(seal_path(records)), first.suite, first.context_tokens, first.suite_version)
@@ -139,7 +139,7 @@ def work_on_stored(
 ) -> None:
     """Work on every unit that is not done, shared with other processes; a progress bar counts the answers.
 
-    Each unit is checked against its seal (the stored sha256 of its records) before ``work`` is called with it.
+    Each unit is checked against its seal before ``work`` is called with it.
     """
     rows_done = 0
 

@@ -40,10 +40,7 @@ class Unit:
 
     @property
     def group_key(self) -> tuple[object, ...]:
-        """The key shared by units that differ only in their policy, which are answered together batch by batch.
-
-        An engine's unit shares its key with no other.
-        """
+        """The key of units that are answered together, batch by batch: equal but for their policy, and of no engine."""
         condition = None if isinstance(self.policy, Policy) else self.policy
         return self.arm, self.seed, self.suite, self.context_tokens, condition
 
@@ -74,8 +71,7 @@ class UnitFiles:
 def sealed_records(files: UnitFiles, identity: tuple[str, str, str]) -> Mapping[Row, Record]:
     """Return the records of a finished unit by (item id, sample index); empty for an unfinished unit.
 
-    Raises DataError if the file differs from its seal (stored sha256), or has records of another ``identity``:
-    checkpoint, policy or version of the suite.
+    Raises DataError if the file differs from its seal, or has records of another ``identity`` (``Unit.identity``).
     """
     if not files.seal.exists():
         return {}
@@ -88,7 +84,7 @@ def sealed_records(files: UnitFiles, identity: tuple[str, str, str]) -> Mapping[
 
 
 def join_files(joined: UnitFiles, parts: Sequence[UnitFiles]) -> None:
-    """Write a unit's record file from those of its ``parts``, and seal it (store its sha256).
+    """Write a unit's record file from those of its ``parts``, and seal it.
 
     Raises DataError if a part is missing, is not sealed, or differs from its seal.
     """
@@ -107,7 +103,7 @@ def join_files(joined: UnitFiles, parts: Sequence[UnitFiles]) -> None:
 
 
 def write_sealed(records: Path, raw: bytes, entries: Mapping[str, Any]) -> None:
-    """Write a whole record file, then its seal (file with its sha256), which gets the further ``entries``."""
+    """Write a whole record file, then its seal, which gets the further ``entries``."""
     seal = seal_path(records)
     seal.unlink(missing_ok=True)  # an earlier seal must never stand beside new records
     write_whole(records, raw)
@@ -127,31 +123,25 @@ def written_seconds(files: UnitFiles, rows: range) -> float:
 
 
 def kept_rows(files: UnitFiles) -> Mapping[Row, Record]:
-    """Return the answers that a unit keeps while its refused requests are sent again, by (item id, sample index).
-
-    Empty for other units.
-    """
+    """Return the answers that a unit keeps while its refused requests are sent again, by row; empty for other units."""
     rows = _readable_rows(files.answered) if files.answered.exists() else ()
     return {(row.record.item_id, row.record.sample_index): row.record for row in rows}
 
 
-def reopen_refused(files: UnitFiles, identity: tuple[str, str, str]) -> int:
+def reopen_refused(files: UnitFiles, identity: tuple[str, str, str]) -> None:
     """Remove the seal of a finished unit of which the server refused requests, so that they are asked again.
 
-    Keeps its other answers; returns the number of refused requests. ``identity`` is what all records of the unit share:
-    sha256 of the checkpoint, policy hash and suite version.
+    Its other answers are kept. ``identity`` is that of the unit (``Unit.identity``).
     """
     rows = sealed_records(files, identity)
-    refused = sum(bool(record.unanswered) for record in rows.values())
-    if refused:
+    if any(record.unanswered for record in rows.values()):
         lines = "".join(record.to_json() + "\n" for record in answered_rows(rows).values())
         write_whole(files.answered, lines.encode())
         files.seal.unlink()
-    return refused
 
 
 class RecordFile:
-    """The record file of an unfinished unit (a checkpoint under one policy, suite and length), as a context manager.
+    """The record file of an unfinished unit, as a context manager.
 
     The attributes ``batches`` and ``rows`` are the numbers of complete batches in the file and of their records. Raises
     DataError if the file holds records of another ``identity`` (``Unit.identity``).
@@ -180,10 +170,7 @@ class RecordFile:
         self._refused += sum(bool(record.unanswered) for record in records)
 
     def seal(self, inputs: str | None) -> None:
-        """Write the seal (file with the record file's sha256) that marks it as finished.
-
-        ``inputs`` is the hash of the run's inputs.
-        """
+        """Write the seal, which marks the file as finished; ``inputs`` is the hash of the run's inputs."""
         path = self._files.records
         raw = path.read_bytes()
         if len(raw) != self._size:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol, cast
+from typing import ClassVar, Protocol
 
 from kvaudit.core.plugins import Registry, parse_plugin
 
@@ -54,14 +54,8 @@ class Launcher:
         """Raise RunError if a package or the cluster is missing; called before any work on the run."""
 
     def start_workers(self, count: int, job: Job, print_line: PrintLine) -> AbstractContextManager[WorkerGroup]:
-        """Start ``count`` workers for the body of a with statement; print a line for each that fails.
-
-        A launcher that has the former name of this method, ``crew``, still works in this release.
-        """
-        former = getattr(self, "crew", None)
-        if former is None:
-            raise NotImplementedError
-        return cast("AbstractContextManager[WorkerGroup]", former(count, job, print_line))
+        """Start ``count`` workers for the body of a with statement; print a line for each that fails."""
+        raise NotImplementedError
 
 
 LAUNCHERS: Registry[Launcher] = Registry("launcher", "kvaudit.audit.runs.launchers", Launcher)

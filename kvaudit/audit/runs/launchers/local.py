@@ -32,12 +32,17 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 CPU_TIMES = Path("/proc/stat")  # Linux
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def idle_cores() -> int:
     """Return the number of idle cores, at least one; more processes than idle cores are slower.
 
     The load is sampled for a moment, because a load average still counts processes that have just ended.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     if not CPU_TIMES.exists():
         return max(1, min(cores, round(cores - os.getloadavg()[0])))
     idle, total = _cpu_times()

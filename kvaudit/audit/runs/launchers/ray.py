@@ -82,17 +82,17 @@ class Ray(Launcher):
         import ray
 
         options = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
-        for left in reversed(range(_TRIES if self.address == "local" else 1)):
-            started, found = time.time(), self.address
+        for tries_left in reversed(range(_TRIES if self.address == "local" else 1)):
+            started, address = time.time(), self.address
             try:
-                found = _find(self.address)
-                _reach(found)
+                address = _find(self.address)
+                _reach(address)
                 ray.init(address=self.address, **options)
                 return
             except (Exception, SystemExit) as error:  # ray raises nothing narrower, and may end the process itself
-                where = repr(self.address) + (f" ({inline(found)})" if found != self.address else "")
+                where = repr(self.address) + (f" ({inline(address)})" if address != self.address else "")
                 why = f"ray did not come up at address {where}: {_cause(error)}{_logged_since(started)}"
-                if not left:
+                if not tries_left:
                     raise RunError(f"{why}; {self._advice()}") from None
                 ray.shutdown()
                 print_line(f"{why}; tries again")
@@ -115,8 +115,8 @@ def _find(address: str) -> str:
     """
     if address != "auto":
         return address
-    if named := os.environ.get(_ADDRESS):
-        return named
+    if variable := os.environ.get(_ADDRESS):
+        return variable
     try:
         from ray._private.services import canonicalize_bootstrap_address
     except ImportError:  # ray may move what it calls private; without it nothing is asked before ray.init
@@ -149,8 +149,8 @@ def _logged_since(started: float) -> str:
             text = path.read_text(encoding="utf-8", errors="replace")
         except OSError:
             continue
-        if found := _ERROR_LINE.search(text):
-            return f"; ray's log {path} says: {inline(found[1])[:300]}"
+        if error_line := _ERROR_LINE.search(text):
+            return f"; ray's log {path} says: {inline(error_line[1])[:300]}"
     return ""
 
 

@@ -50,10 +50,7 @@ class RunContext:
         return replace(self, spec=spec, models=self.models.resized(spec, items.keys()))
 
     def rows_of(self, unit: Unit, most_items: int | None = None) -> int:
-        """Return the number of answers to at most ``most_items`` items of a unit (checkpoint, policy, suite, length).
-
-        It is estimated if the items are not made yet.
-        """
+        """Return how many answers a unit has, or to at most ``most_items`` items; an estimate before items are made."""
         evaluate, batches = self.spec.evaluate, self.models.batches.get((unit.suite, unit.context_tokens))
         items = evaluate.suites[unit.suite].items
         if not isinstance(items, int):
@@ -142,10 +139,10 @@ class UnitWorker:
         parts: Callable[[], Iterable[Part]],
         rows: Mapping[str, range] | None = None,
     ) -> bool:
-        """Answer the units that are not finished in ``folder`` (have no seal); return whether there were any.
+        """Answer the units that have no seal in ``folder`` yet; return whether there were any.
 
-        A unit is a checkpoint, policy, suite and length. ``phase`` names the work on the progress bar, and ``parts``
-        returns the units as parts of the bar. In a run in rounds, ``rows`` are the rows to ask, by suite.
+        ``phase`` names the work on the progress bar, and ``parts`` returns the units as parts of the bar. In a run in
+        rounds, ``rows`` are the rows to ask, by suite.
         """
         context, bar = self._context, self._context.bar
         files = {unit: UnitFiles.of(folder, unit) for unit in units}
@@ -193,7 +190,7 @@ class UnitWorker:
         return is_work_left
 
     def _evaluator_of(self, pair: Pair) -> Evaluator:
-        """Return the evaluator of a checkpoint (arm and seed), after freeing the weights of the previous one."""
+        """Return the evaluator of a checkpoint, after freeing the weights of the previous one."""
         if self._evaluator is None or self._evaluator[0] != pair:
             self._evaluator = None
             gc.collect()  # hooks and bound methods of some models keep their weights in a cycle
@@ -208,10 +205,7 @@ class UnitWorker:
         return policy_labels(self._context.spec)
 
     def _unit_text(self, phase: str, unit: Unit) -> str:
-        """Return a unit as the progress bar shows it: ``asking: agent under snapkv 96``.
-
-        The length, arm and seed are added if the run has several.
-        """
+        """Return a unit's text on the bar, as ``asking: agent under snapkv 96``; its length and arm only if several."""
         spec = self._context.spec
         text = f"{phase}: {unit.suite} under {self._labels.get(unit.policy.canonical, unit.policy.canonical)}"
         text += f", {length_label(unit.context_tokens)}" if len(spec.evaluate.contexts_of(unit.suite)) > 1 else ""

@@ -34,7 +34,7 @@ from kvaudit.reports.verdict.rules import GateOverrides, declared_rules
 
 
 class EvaluateStage(Stage):
-    """Answers every unit of the grid (all units), then asks engines some items twice more, to measure their noise."""
+    """Answers every unit of the grid, then asks engines some items twice more, to measure their noise."""
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
@@ -53,7 +53,7 @@ class EvaluateStage(Stage):
 
     @property
     def unsealed(self) -> list[Unit]:
-        """The unfinished units of the grid, and of the floor (requests repeated in two orders, counted separately)."""
+        """The unfinished units of the grid, and those of the floor, which count once for each of its two orders."""
         spec, records = self.context.spec, self.context.run.records
         return [unit for unit in grid(spec) if not is_sealed(records, unit)] + self._floor.unsealed
 
@@ -104,10 +104,7 @@ class EvaluateStage(Stage):
 
 
 class GridStage(Stage):
-    """Answers every unit (checkpoint, policy, suite, length) of the run.
-
-    ``has_asked`` is True if this process has asked any request.
-    """
+    """Answers every unit of the run; ``has_asked`` is True if this process has asked any request."""
 
     def __init__(self, context: RunContext, worker: UnitWorker) -> None:
         super().__init__(context)
@@ -166,7 +163,7 @@ class FloorStage(Stage):
 
     @property
     def unsealed(self) -> list[Unit]:
-        """The unfinished units; a unit is listed once for each of the two orders in which it is not finished."""
+        """The unfinished units, each listed once for every order in which it is not finished."""
         return [unit for folder in self._folders for unit in self._units if not is_sealed(folder, unit)]
 
     def work(self) -> RunContext:

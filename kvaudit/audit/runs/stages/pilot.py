@@ -121,7 +121,7 @@ class PilotStage(Stage):
 
 
 def pilot_records(context: RunContext, unit: Unit) -> list[Record]:
-    """Return the pilot's records of a unit; raise DataError if they differ from their seal (stored sha256)."""
+    """Return the pilot's records of a unit; raise DataError if they differ from their seal."""
     files = UnitFiles.of(context.run.path / PILOT_FOLDER, unit)
     identity = unit.identity(context.models.sha256_of((unit.arm, unit.seed)))
     return list(sealed_records(files, identity).values())

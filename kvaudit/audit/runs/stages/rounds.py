@@ -63,7 +63,7 @@ from kvaudit.reports.verdict.verdict import Status
 
 
 class RoundsStage(Stage):
-    """Asks rounds until a look (a test between rounds) ends them; ``has_asked`` is True if this process asked any."""
+    """Asks rounds until a look ends them; ``has_asked`` is True if this process asked any."""
 
     def __init__(self, context: RunContext, worker: UnitWorker, rounds: Rounds) -> None:
         super().__init__(context)
@@ -197,7 +197,7 @@ class RoundsStage(Stage):
         return written_seconds(piloted, rows) + written_seconds(UnitFiles.of(folder, unit), range(copied, len(rows)))
 
     def _take_look(self, units: Sequence[Unit], number: int, look: Mapping[str, Any]) -> None:
-        """Test the answers so far (a look), unless another process has: join the records, store the gate's statuses."""
+        """Take a look unless another process has: join the records so far and store the gate's statuses."""
         run = self.context.run
         with mutex(run.path / ".looks.lock"):
             if "words" in all_looks(run.provenance())[number - 1]:
@@ -208,10 +208,9 @@ class RoundsStage(Stage):
 
 
 def join_rounds(run: Path, units: Sequence[Unit], looks: Sequence[Mapping[str, Any]]) -> None:
-    """Write each unit's record file by joining the unit's files of all rounds so far, and seal it (store its sha256).
+    """Write and seal each unit's record file, joined from its files of all rounds so far, one for each of ``looks``.
 
-    There is one entry of ``looks`` for each round. Raises DataError if the file of a round is missing, is not sealed,
-    or differs from its seal.
+    Raises DataError if the file of a round is missing, is not sealed, or differs from its seal.
     """
     for unit in units:
         counts = [0, *(table_of(look, "items").get(unit.suite, 0) for look in looks)]
@@ -228,7 +227,7 @@ def gate_statuses(run: Path) -> dict[str, str]:
     drift = drift_of(data, comparison, rules.alpha, gated_facets(comparison, rules))
     statuses: dict[str, str] = {}
     order = [Status.FAIL.value, *ENDINGS, *OPEN]
-    asked, rounds = item_counts(data.provenance), data.spec.evaluate.rounds
+    rows_asked, rounds = item_counts(data.provenance), data.spec.evaluate.rounds
     first = FIRST_LOOK if rounds is None else rounds.first
     has_logprobs = bool(data.records[LOGPROB].notna().all())  # without them equal answers show less
     for decision in decide(drift, rules).gated:
@@ -236,17 +235,17 @@ def gate_statuses(run: Path) -> dict[str, str]:
         status = decision.status.value
         if ReasonCode.MISSING in codes:
             status = INVALID_BY_MISSING
-        elif ReasonCode.FEW_CLUSTERS in codes and asked.get(suite_of(decision.suite), 0) >= first:
+        elif ReasonCode.FEW_CLUSTERS in codes and rows_asked.get(suite_of(decision.suite), 0) >= first:
             status = INVALID_BY_FORM
         elif ReasonCode.CANARY in codes and has_logprobs:
             status = INVALID_BY_CANARY
-        settings = [status for status in (statuses.get(decision.suite), status) if status]
-        statuses[decision.suite] = min(settings, key=lambda s: order.index(s) if s in order else len(order))
+        under_settings = filter(None, (statuses.get(decision.suite), status))
+        statuses[decision.suite] = min(under_settings, key=lambda s: order.index(s) if s in order else len(order))
     return statuses
 
 
 def look_lines(provenance: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for every look of a run (a test between rounds), and one about why the looks ended."""
+    """Yield a line for every look of a run, and one about why the looks ended."""
     for number, look in enumerate(all_looks(provenance), start=1):
         items = ", ".join(f"{suite} {rows}" for suite, rows in table_of(look, "items").items())
         statuses = ", ".join(f"{metric} {status}" for metric, status in table_of(look, "words").items())
