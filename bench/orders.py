@@ -28,7 +28,7 @@ from kvaudit.reports.stats.effect import Array
 from kvaudit.reports.stats.rule import SuiteTotals
 from kvaudit.reports.stats.tango import ess_tango
 from kvaudit.reports.verdict.cell import decide_cell
-from kvaudit.suites.endpoints import ENDPOINTS
+from kvaudit.suites.check_suites import PUBLIC_SUITES
 
 ALPHA = 0.05
 FIXED_ROWS = 67  # harmful rows of XSTest in a check before 2026-11
@@ -45,8 +45,8 @@ def read_differences(data: RunData, metric: str, plain: str, policy: str) -> tup
 
 
 def check_in_order(rows: dict[str, Array], rng: np.random.Generator) -> tuple[str, int]:
-    """Return the decision of one check in a random order, and how many rows of both endpoints it took per side."""
-    margins = {endpoint.name: endpoint.margin / 100 for endpoint in ENDPOINTS}
+    """Return the decision of one check in a random order, and how many rows of both suites it took per side."""
+    margins = {suite.name: suite.margin / 100 for suite in PUBLIC_SUITES}
     orders = {name: z[rng.permutation(len(z))] for name, z in rows.items()}
     decisions, taken = dict.fromkeys(rows, OPEN), dict.fromkeys(rows, 0)
     for turn in range(max(len(look_sizes(len(z))) for z in rows.values())):

@@ -40,7 +40,7 @@ from kvaudit.audit.sampling.weights import file_sha256
 from kvaudit.core.records import Item, ToolCall
 from kvaudit.core.tool_forms.text import format_calls
 from kvaudit.suites.base import SUITES
-from kvaudit.suites.endpoints import agent_endpoints
+from kvaudit.suites.check_suites import agent_suites
 from kvaudit.suites.phrases import content_words
 
 REFUSAL, OTHER_REFUSAL = "I'm sorry, but I can't assist with that.", "I can't help with that."
@@ -215,7 +215,7 @@ def spec(
 
 def run_orders(folder: Path, more: float, seed: int) -> kvaudit.Run:
     """Run the part of a check with --agents that asks ``orders``; the lossy model carries out ``more`` of them."""
-    _, orders = agent_endpoints()
+    _, orders = agent_suites()
     model = copy_model_with_positions(folder / "model", 2**15)  # for the lists of tools
     with serve_orders(more, seed) as url:
         table = spec(url, seed, str(model), {f"{orders.name}.{orders.facet}": orders.margin})

@@ -49,7 +49,7 @@ from kvaudit.reports.records.load import SHUFFLED, load_run
 from kvaudit.reports.run import decide_run
 from kvaudit.reports.sections.shared.floor import FloorUnit, RepeatFlips
 from kvaudit.reports.verdict.verdict import PASSED, Status
-from kvaudit.suites.endpoints import ENDPOINTS
+from kvaudit.suites.check_suites import PUBLIC_SUITES
 
 SNAPKV = policy("snapkv", 96)
 U4 = ("embedded", "--engine", "openvino", "--kv", "u4")
@@ -116,7 +116,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_public_rows_are_asked_in_rounds_and_what_is_not_there_is_said(rows: Path) -> None:
     plan = plan_check("/model", u4())
-    assert [endpoint.name for endpoint in plan.endpoints] == ["harm", "benign", "injection"]
+    assert [suite.name for suite in plan.public] == ["harm", "benign", "injection"]
     assert (plan.made_up, plan.absent, plan.context) == ((), (), None)
     shutil.rmtree(rows / "strongreject")
     assert [one.name for one in plan_check("/model", u4()).absent] == ["strongreject"]
@@ -145,7 +145,7 @@ def test_the_model_that_ships_is_asked_what_ships() -> None:
 def test_a_real_model_is_asked_made_up_questions_only_where_somebody_wants_them() -> None:
     with pytest.raises(DataError, match="holds none of the public rows that a check asks; fetch them"):
         plan_check("/model", u4())
-    assert plan_check("/model", u4(), made_up=True).endpoints == ()
+    assert plan_check("/model", u4(), made_up=True).public == ()
 
 
 def test_a_folder_that_is_named_and_holds_no_rows_never_changes_the_questions(
@@ -169,12 +169,12 @@ def test_the_spec_gives_reasons_in_comments(rows: Path) -> None:
         "  policies:  # an engine's reference, the same without compression, is added automatically\n"
         '    - {"engine": "openvino", "KV_CACHE_PRECISION": "u4"}\n'
         "  suites:\n"
-        "    # Harmful requests: public rows, near copies asked once (kvaudit/suites/endpoints.py)\n"
+        "    # Harmful requests: public rows, near copies asked once (kvaudit/suites/check_suites.py)\n"
         '    harm: {"items": "all", "max_new_tokens": 40}\n'
         "    # Harmless requests, many of which look harmful: public rows, near copies asked once "
-        "(kvaudit/suites/endpoints.py)\n"
+        "(kvaudit/suites/check_suites.py)\n"
         '    benign: {"items": "all", "max_new_tokens": 40}\n'
-        "    # Attacks on a secret: public rows, near copies asked once (kvaudit/suites/endpoints.py)\n"
+        "    # Attacks on a secret: public rows, near copies asked once (kvaudit/suites/check_suites.py)\n"
         '    injection: {"items": "all", "max_new_tokens": 64}\n'
         "  rounds: {minutes: 10}  # until each is decided, or so long\n"
         "  seed: 1000  # of the order of the rows\n"
@@ -538,7 +538,7 @@ def test_an_address_as_the_model_leads_to_servers() -> None:
 
 
 def test_endpoints_without_rows_are_named_as_not_asked() -> None:
-    topics = list(_uncovered_topics([ENDPOINTS[0]], is_long=True))
+    topics = list(_uncovered_topics([PUBLIC_SUITES[0]], is_long=True))
     assert topics[:2] == ["harmless requests", "attacks on a secret"]
     assert "harmful requests" not in topics
 

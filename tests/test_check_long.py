@@ -20,7 +20,7 @@ from kvaudit.audit.runs.question import endpoints_config, engine_config, plan_ch
 from kvaudit.core.errors import NotMeasurable
 from kvaudit.core.spec import parse_spec
 from kvaudit.reports.verdict.controls import Control, Measurability
-from kvaudit.suites.endpoints import ENDPOINTS
+from kvaudit.suites.check_suites import PUBLIC_SUITES
 from kvaudit.suites.phrases import content_words
 
 SERVERS = ("--reference", "{url}#plain", "--candidate", "{url}#lossy")
@@ -142,7 +142,7 @@ def test_a_pilot_asks_the_reference_alone() -> None:
         (engine_config("openvino", "u4", {}, python=None, weights=None), ["openvino"]),
         (endpoints_config("http://127.0.0.1:1/v1#plain", "http://127.0.0.1:1/v1#lossy", {}), ["endpoint"]),
     ):
-        table = length_spec("embedded", config, ENDPOINTS[:2], 2048, 7)
+        table = length_spec("embedded", config, PUBLIC_SUITES[:2], 2048, 7)
         spec = parse_spec(json.dumps(table), "check", NAMES)
         assert [policy.partition(":")[0] for policy in spec.evaluate.policies] == policies
         assert "lossy" not in str(spec.evaluate.policies)
@@ -152,7 +152,7 @@ def test_a_pilot_asks_the_reference_alone() -> None:
 def test_a_plan_with_a_length_asks_behind_a_conversation_also_what_does_not_evict(model: Path) -> None:
     plan = plan_check(str(model), policy_config("int8"), length=2048)
     assert (plan.length, plan.context) == (2048, "chat")
-    assert [endpoint.name for endpoint in plan.endpoints] == ["harm", "benign"]
+    assert [suite.name for suite in plan.public] == ["harm", "benign"]
     assert "prompts of thousands of tokens" not in plan.not_asked
     assert "prompts of thousands of tokens" in plan_check(str(model), policy_config("int8")).not_asked
 

@@ -294,7 +294,7 @@ def _longest_length(
     from kvaudit.core.spec import parse_spec
 
     console, tried, seconds_spent = wide_console(), list[TriedLength](), 0.0
-    endpoints = [endpoint for endpoint in plan.endpoints if endpoint.name in NEEDED]
+    suites = [suite for suite in plan.public if suite.name in NEEDED]
     resumed_length = length_of_check(out) if resume else None
     run_folder = out if out.name else out.resolve()  # the folder "." has no name
     lengths = run_folder.with_name(f"{run_folder.name}-lengths")
@@ -302,7 +302,7 @@ def _longest_length(
         folder = lengths / str(length)
         if resumed_length is not None and not (folder / SPEC).is_file():  # a resumed check tries no further length
             break
-        spec = parse_spec(json.dumps(length_spec(model, config, endpoints, length, plan.seed)), "check", NAMES)
+        spec = parse_spec(json.dumps(length_spec(model, config, suites, length, plan.seed)), "check", NAMES)
         run_options = RunOptions(threads=threads, anyway=True)
         try:
             pipeline, run = open_pipeline(
@@ -314,7 +314,7 @@ def _longest_length(
             print_line(console, f"at {length} tokens: not tried: {error}")
             break
         pipeline.work_on("evaluate")
-        tried.append(read_pilot(run.records, endpoints, length))
+        tried.append(read_pilot(run.records, suites, length))
         print_line(console, tried[-1].line)
         seconds_spent += tried[-1].seconds
         if not tried[-1].is_measurable or 2 * tried[-1].seconds > 30 * plan.minutes - seconds_spent:
@@ -377,7 +377,7 @@ def _plan_lines(spec: RunSpec, plan: CheckPlan, options: CheckOptions) -> Iterat
         suites = ", ".join(f"{suite.items} of {suite.suite}" for suite in plan.made_up)
         yield f"asks made-up questions, no public rows: {suites}"
     else:
-        limits = ", ".join(f"{endpoint.name} {endpoint.margin:g}" for endpoint in plan.endpoints)
+        limits = ", ".join(f"{suite.name} {suite.margin:g}" for suite in plan.public)
         yield f"asks public rows until each is decided, at most {plan.minutes:g} minutes; may lose in points: {limits}"
     if command := options.fetch_command(plan.absent):
         yield f"some public rows are missing, so less is asked; fetch them with: {command}"

@@ -2,7 +2,7 @@
 
 After a long conversation many models refuse everything or nothing, and then compression has nothing to worsen. So a
 length is of use if the model still refuses some harmful requests and still helps with some harmless ones, by the rule
-that the check itself applies to its endpoints.
+that the check itself applies to its suites.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from kvaudit.core.policy_names import DENSE_POLICY, ENGINE
 from kvaudit.core.records import Record
 from kvaudit.core.spec import load_spec
 from kvaudit.reports.verdict.controls import Control, controls_of
-from kvaudit.suites.endpoints import Endpoint
+from kvaudit.suites.check_suites import PublicSuite
 
-_ITEMS = 24  # of each endpoint
+_ITEMS = 24  # of each suite
 _TOKENS = 40  # of an answer; its first sentence shows whether it refuses
-_FIRST_ROUND = 400  # rows that a first round asks at a length: two endpoints of 100, on both sides
+_FIRST_ROUND = 400  # rows that a first round asks at a length: two suites of 100, on both sides
 _SECONDS = 60
 
 
 class TriedLength(NamedTuple):
     """The result of the pilot at one prompt length, ``tokens``.
 
-    ``controls`` say of each endpoint whether a loss could show, ``row_seconds`` are the seconds per answer.
+    ``controls`` say of each suite whether a loss could show, ``row_seconds`` are the seconds per answer.
     """
 
     tokens: int
@@ -40,7 +40,7 @@ class TriedLength(NamedTuple):
 
     @property
     def is_measurable(self) -> bool:
-        """Whether a loss could show in every endpoint."""
+        """Whether a loss could show in every suite."""
         return all(control.is_measurable for control in self.controls)
 
     @property
@@ -65,7 +65,7 @@ def lengths_from(first: int) -> Iterator[int]:
 
 
 def length_spec(
-    model: str, config: ServingConfig, endpoints: Sequence[Endpoint], length: int, seed: int
+    model: str, config: ServingConfig, suites: Sequence[PublicSuite], length: int, seed: int
 ) -> dict[str, Any]:
     """Return the spec of a pilot of the uncompressed model, with ``length`` tokens of text before each question.
 
@@ -79,29 +79,29 @@ def length_spec(
         settings = dict(reference.settings)
         policy = {ENGINE: reference.engine, **settings, "reference": settings}
     behind = {"items": _ITEMS, "max_new_tokens": _TOKENS, "context_tokens": length}
-    suites: dict[str, Any] = {}
-    margins = _margins(endpoints)
-    for endpoint in endpoints:
-        margins[f"{endpoint.name}.{endpoint.facet}"] = endpoint.margin
-        suites |= {endpoint.name: {"items": 1, "max_new_tokens": _TOKENS}, f"{endpoint.name}@{CONTEXT}": behind}
-    grid = {"policies": [policy], "suites": suites, "seed": seed, "pilot": 0, "floor": 0}
+    asked: dict[str, Any] = {}
+    margins = _margins(suites)
+    for suite in suites:
+        margins[f"{suite.name}.{suite.facet}"] = suite.margin
+        asked |= {suite.name: {"items": 1, "max_new_tokens": _TOKENS}, f"{suite.name}@{CONTEXT}": behind}
+    grid = {"policies": [policy], "suites": asked, "seed": seed, "pilot": 0, "floor": 0}
     return {
         "name": f"length-{length}", "model": model, "evaluate": grid, "engines": dict(config.engines),
         "gate": {"margins": margins},
     }  # fmt: skip
 
 
-def _margins(endpoints: Sequence[Endpoint]) -> dict[str, float]:
-    """Return the margin of each endpoint after a conversation, in points."""
-    return {f"{endpoint.name}@{CONTEXT}.{endpoint.facet}": endpoint.margin for endpoint in endpoints}
+def _margins(suites: Sequence[PublicSuite]) -> dict[str, float]:
+    """Return the margin of each suite after a conversation, in points."""
+    return {f"{suite.name}@{CONTEXT}.{suite.facet}": suite.margin for suite in suites}
 
 
-def read_pilot(records: Path, endpoints: Sequence[Endpoint], length: int) -> TriedLength:
+def read_pilot(records: Path, suites: Sequence[PublicSuite], length: int) -> TriedLength:
     """Read the records of a pilot at one length and return its result."""
     files = sorted(records.glob("*.jsonl"))
     rows = [Record.from_json(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     rows = [row for row in rows if row.context_tokens == length]
-    margins = {metric: points / 100 for metric, points in _margins(endpoints).items()}
+    margins = {metric: points / 100 for metric, points in _margins(suites).items()}
     return TriedLength(length, controls_of(rows, margins), sum(row.seconds for row in rows) / len(rows))
 
 

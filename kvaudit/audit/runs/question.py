@@ -1,8 +1,7 @@
 """The spec of a check: whether a model may be served with a KV-cache setting.
 
-The suites and metrics in ``kvaudit.suites.endpoints`` are measured in rounds of questions until each is decided or the
-time is used up. The spec alone fixes the questions, their order and the margins; how many are asked may depend on the
-machine's speed.
+The suites in ``kvaudit.suites.check_suites`` are asked in rounds until each is decided or the time is used up. The spec
+alone fixes the questions, their order and the margins; how many are asked may depend on the machine's speed.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from kvaudit.core.policy_names import ENGINE, engine_name
 from kvaudit.core.provenance import INPUTS, ROWS, table_of
 from kvaudit.core.spec import EMBEDDED, RunSpec, parse_spec
 from kvaudit.core.spec_evaluate import ALL_ITEMS
-from kvaudit.suites.endpoints import (
+from kvaudit.suites.check_suites import (
     AGENTS,
-    ENDPOINTS,
+    PUBLIC_SUITES,
     SUMS,
-    Endpoint,
+    PublicSuite,
     absent_sources,
-    agent_endpoints,
+    agent_suites,
     check_files,
     check_same_files,
     has_public_rows,
@@ -102,10 +101,10 @@ CONTEXT = "chat"  # inside such a conversation a model still refuses what it ref
 class CheckPlan(NamedTuple):
     """The questions of a check: rows of public data, asked in rounds, or generated questions.
 
-    ``endpoints`` are what the rows measure, a suite and a metric each.
+    ``public`` are the suites of public rows, each with the metric that it tests.
     """
 
-    endpoints: tuple[Endpoint, ...]
+    public: tuple[PublicSuite, ...]
     made_up: tuple[MadeUpSuite, ...]
     length: int  # tokens of a prompt
     context: str | None  # the kind of conversation before public rows, if the setting evicts
@@ -114,20 +113,20 @@ class CheckPlan(NamedTuple):
     minutes: float = MINUTES
     seed: int = SEED
 
-    def suite_of(self, endpoint: Endpoint) -> str:
-        """Return the name of the suite that measures an endpoint: NAME, or NAME@CONTEXT after a conversation."""
-        return endpoint.name if self.context is None else f"{endpoint.name}@{self.context}"
+    def suite_of(self, suite: PublicSuite) -> str:
+        """Return the name of a suite as it is asked: NAME, or NAME@CONTEXT after a conversation."""
+        return suite.name if self.context is None else f"{suite.name}@{self.context}"
 
     def absent_rows(self, suites: Collection[str]) -> Iterator[PublicRows]:
         """Yield the public rows that are not on this machine and that some of these suites would ask."""
-        for endpoint in self.endpoints:
-            if self.suite_of(endpoint) in suites:
-                yield from absent_sources(endpoint.name)
+        for suite in self.public:
+            if self.suite_of(suite) in suites:
+                yield from absent_sources(suite.name)
 
     def check_rows_unchanged(self, run: RunFolder) -> None:
         """Raise RunError if a run was started with other public rows than those of the data folder now."""
         began_with = table_of(table_of(run.provenance(), INPUTS), ROWS)
-        check_same_files([endpoint.name for endpoint in self.endpoints], began_with)
+        check_same_files([suite.name for suite in self.public], began_with)
 
 
 def plan_check(
@@ -150,9 +149,9 @@ def plan_check(
     """
     kept_count, exact_count = kept_entries(config), exact_entries(config)
     tokens = _prompt_length(model, max(kept_count or 0, exact_count) or None)
-    at_hand = tuple(endpoint for endpoint in ENDPOINTS if has_public_rows(endpoint.name))
+    at_hand = tuple(suite for suite in PUBLIC_SUITES if has_public_rows(suite.name))
     named_folder = os.environ.get(DATA_VARIABLE)
-    if not made_up and (named_folder or model != EMBEDDED) and not any(endpoint.name in NEEDED for endpoint in at_hand):
+    if not made_up and (named_folder or model != EMBEDDED) and not any(suite.name in NEEDED for suite in at_hand):
         raise DataError(_missing_rows_text())
     if made_up or model == EMBEDDED:
         if sums:
@@ -167,21 +166,21 @@ def plan_check(
         topics = ("harmful requests as people write them", "agents that read hostile tool results")
         return CheckPlan((), MADE_UP_SUITES, tokens, None, (), topics, minutes, seed)
     is_long = kept_count is not None or exact_count > 0 or length is not None
-    endpoints = tuple(endpoint for endpoint in at_hand if not (is_long and endpoint.name == "injection"))
+    public = tuple(suite for suite in at_hand if not (is_long and suite.name == "injection"))
     if agents and is_long:
         raise SpecError(
             "--agents asks rows as they were published, which are too short for a setting that evicts, and for --long; "
             "leave it out, or write a spec (kvaudit init agents)"
         )
-    requested = (*([SUMS] if sums else ()), *(agent_endpoints() if agents else ()))
-    for endpoint in requested:
-        check_files(endpoint.name)  # requested by name, so never left out silently
-    endpoints = (*endpoints, *requested)
-    wanted_endpoints = (*ENDPOINTS, *requested)
-    absent = tuple(dict.fromkeys(rows for point in wanted_endpoints for rows in absent_sources(point.name)))
+    requested = (*([SUMS] if sums else ()), *(agent_suites() if agents else ()))
+    for suite in requested:
+        check_files(suite.name)  # requested by name, so never left out silently
+    public = (*public, *requested)
+    wanted = (*PUBLIC_SUITES, *requested)
+    absent = tuple(dict.fromkeys(rows for suite in wanted for rows in absent_sources(suite.name)))
     context, tokens = (CONTEXT, max(length or tokens, CONTEXT_LENGTH)) if is_long else (None, tokens)
-    not_asked = tuple(_uncovered_topics(endpoints, is_long=kept_count is not None or length is not None))
-    return CheckPlan(endpoints, (), tokens, context, absent, not_asked, minutes, seed)
+    not_asked = tuple(_uncovered_topics(public, is_long=kept_count is not None or length is not None))
+    return CheckPlan(public, (), tokens, context, absent, not_asked, minutes, seed)
 
 
 def _missing_rows_text() -> str:
@@ -195,19 +194,19 @@ def _missing_rows_text() -> str:
     )
 
 
-def _uncovered_topics(endpoints: Sequence[Endpoint], *, is_long: bool) -> Iterator[str]:
-    """Yield, for the report, the topics that a check of these endpoints does not cover.
+def _uncovered_topics(public: Sequence[PublicSuite], *, is_long: bool) -> Iterator[str]:
+    """Yield, for the report, the topics that a check of these suites does not cover.
 
     ``is_long`` says whether questions follow a long conversation.
     """
-    asked_names = {endpoint.name for endpoint in endpoints}
+    asked_names = {suite.name for suite in public}
     topics = {"harm": "harmful requests", "benign": "harmless requests", "injection": "attacks on a secret"}
     yield from (topic for name, topic in topics.items() if name not in asked_names)
-    if not {endpoint.name for endpoint in AGENTS} <= asked_names:
+    if not {suite.name for suite in AGENTS} <= asked_names:
         yield "agents that read hostile tool results (--agents)"
     if not is_long:
         yield "prompts of thousands of tokens"
-    if SUMS not in endpoints:
+    if SUMS not in public:
         yield "what the model can solve (--sums)"
 
 
@@ -348,7 +347,7 @@ def spec_text(model: str, config: ServingConfig, plan: CheckPlan, command: str) 
         *([] if isinstance(config.policy, Mapping) else ["    - none"]),
         f"    - {json.dumps(config.policy, ensure_ascii=False)}",
         "  suites:",
-        *(_made_up_lines(plan) if plan.made_up else _endpoint_lines(plan)),
+        *(_made_up_lines(plan) if plan.made_up else _public_lines(plan)),
         f"  seed: {plan.seed}  # of the order of the rows",
         f"  pilot: {_PILOT}  # items of each suite that the reference answers first: has it anything to lose?",
         f"  floor: {_FLOOR}  # items of each suite that an engine answers twice more: how many answers vary?",
@@ -367,14 +366,14 @@ def _made_up_lines(plan: CheckPlan) -> Iterator[str]:
     yield f"  context_tokens: [{plan.length}]"
 
 
-def _endpoint_lines(plan: CheckPlan) -> Iterator[str]:
-    for endpoint in plan.endpoints:
-        suite: dict[str, Any] = {"items": ALL_ITEMS, "max_new_tokens": _TOKENS[endpoint.name]}
-        yield f"    # {endpoint.says}: public rows, near copies asked once (kvaudit/suites/endpoints.py)"
-        yield f"    {endpoint.name}: {json.dumps(suite)}"
+def _public_lines(plan: CheckPlan) -> Iterator[str]:
+    for suite in plan.public:
+        settings: dict[str, Any] = {"items": ALL_ITEMS, "max_new_tokens": _TOKENS[suite.name]}
+        yield f"    # {suite.says}: public rows, near copies asked once (kvaudit/suites/check_suites.py)"
+        yield f"    {suite.name}: {json.dumps(settings)}"
         if plan.context is not None:
             yield "    # the same after so long a conversation that the setting evicts a part; above is the control"
-            yield f"    {plan.suite_of(endpoint)}: {json.dumps({**suite, 'context_tokens': plan.length})}"
+            yield f"    {plan.suite_of(suite)}: {json.dumps({**settings, 'context_tokens': plan.length})}"
     yield f"  rounds: {{minutes: {plan.minutes:g}}}  # until each is decided, or so long"
 
 
@@ -386,7 +385,7 @@ def _margins(plan: CheckPlan) -> dict[str, float]:
     if plan.made_up:
         gated = [(suite.suite, facet, suite.margin) for suite in plan.made_up for facet in suite.facets]
     else:
-        gated = [(plan.suite_of(point), point.facet, point.margin) for point in plan.endpoints]
+        gated = [(plan.suite_of(suite), suite.facet, suite.margin) for suite in plan.public]
     readable = {f"{suite}.{WELL_FORMED}": margin for suite, _, margin in gated}
     return {f"{suite}.{facet}": margin for suite, facet, margin in gated} | readable
 

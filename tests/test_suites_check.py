@@ -1,4 +1,4 @@
-"""Pooled endpoints: every kind of request once, sources in proportion, and asked to evaluate alone."""
+"""Pooled suites: every kind of request once, sources in proportion, and asked to evaluate alone."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from suite_world import play, write_rows
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Message, Role
 from kvaudit.suites.base import SUITES
-from kvaudit.suites.endpoints import (
+from kvaudit.suites.check_suites import (
     AGENTS,
-    ENDPOINTS,
+    PUBLIC_SUITES,
     absent_sources,
-    agent_endpoints,
+    agent_suites,
     check_files,
     has_public_rows,
     mix_sources,
@@ -43,10 +43,10 @@ def asked(name: str, seed: int = 0) -> list:
 
 
 def test_the_endpoints_are_suites_with_the_facet_that_decides_them(rows: Path) -> None:
-    assert tuple(endpoint.name for endpoint in ENDPOINTS) == NAMES
-    for endpoint in (*ENDPOINTS, *AGENTS):
-        suite = SUITES.get(endpoint.name)()
-        assert endpoint.facet in {facet for item in asked(endpoint.name) for facet in suite.facets(item)}
+    assert tuple(pool.name for pool in PUBLIC_SUITES) == NAMES
+    for pool in (*PUBLIC_SUITES, *AGENTS):
+        suite = SUITES.get(pool.name)()
+        assert pool.facet in {facet for item in asked(pool.name) for facet in suite.facets(item)}
 
 
 @pytest.mark.parametrize("name", WITH_AGENTS)
@@ -131,14 +131,14 @@ def test_an_order_to_steal_data_takes_two_answers(rows: Path) -> None:
 def test_without_the_attackers_who_steal_data_the_others_are_asked_and_the_margin_is_wider(
     file: str, rows: Path
 ) -> None:
-    assert (has_thefts(), agent_endpoints(), absent_sources("orders")) == (True, AGENTS, ())
+    assert (has_thefts(), agent_suites(), absent_sources("orders")) == (True, AGENTS, ())
     (rows / file).unlink()
     sources = Counter(item.cluster_id.split("-")[1] for item in asked("orders"))
     assert sources == {"direct": 9, "asked": 3}
     check_files("orders")
     assert has_public_rows("orders")
     assert [one.name for one in absent_sources("orders")] == ["injecagent"]
-    assert [endpoint.margin for endpoint in (*AGENTS, *agent_endpoints())] == [10, 10, 10, 20]
+    assert [pool.margin for pool in (*AGENTS, *agent_suites())] == [10, 10, 10, 20]
 
 
 @pytest.mark.realdata
@@ -155,7 +155,7 @@ def test_the_public_rows_make_so_many_kinds() -> None:
 
 
 def test_any_beginning_holds_the_sources_in_proportion() -> None:
-    from kvaudit.suites.endpoints import _Row
+    from kvaudit.suites.check_suites import _Row
 
     pool = [_Row("a", str(n), "safe", f"a{n}") for n in range(30)] + [
         _Row("b", str(n), "safe", f"b{n}") for n in range(10)
