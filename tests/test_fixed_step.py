@@ -333,6 +333,20 @@ def test_where_a_kernel_cannot_be_compiled_plain_attention_takes_its_place(
     ]
 
 
+def test_a_kernel_that_lacks_memory_once_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(decode_kernels, "_refused", set())
+    monkeypatch.setattr(decode_kernels, "is_available", lambda device: True)
+    monkeypatch.setattr(decode_kernels, "attend_slots", fails)
+    monkeypatch.setattr(Store, "_write_by_kernel", written_plainly)
+    plain = open_step("none", 10)
+    with pytest.raises(torch.OutOfMemoryError):
+        plain.step()
+    assert decode_kernels.is_used(torch.zeros(1, 2, 1, 8))
+
+
 def written_plainly(self: Store, slot: Any, key: Any, value: Any, positions: Any) -> None:
     self._slots["positions"].index_copy_(2, slot, positions[:, None, None].expand(-1, key.shape[1], -1))
     self._write_entries_at(slot, key, value, positions)

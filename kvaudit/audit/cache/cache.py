@@ -76,6 +76,7 @@ class EvictingCache:
         self.coded_steps: list[tuple[list[int], list[int]]] = []
         self._choices = RecordedChoices(selector.unit, rows) if selector else None
         self.routes = RecordedRoutes(blocks, rows) if blocks else None
+        self._attended, self._carried = set[int](), set[int]()  # layers that have called in this forward
         self.bytes = self._peak = 0  # allocated, without the ledger
         self._peaks = [0] * rows  # each row's share of the peaks of batches that it was in before
 
@@ -127,8 +128,7 @@ class EvictingCache:
         longest: int = max(seen)
         if self.rotary_limit is not None and longest > self.rotary_limit:
             require_rotary_length(self._config, longest)
-        self._attended: set[int] = set()  # layers, to find those that never called
-        self._carried: set[int] = set()
+        self._attended, self._carried = set(), set()
         for schedule in self.schedules.values():
             schedule.begin(tokens, self.seen, self.device, decoding=decoding)
         if self._times:

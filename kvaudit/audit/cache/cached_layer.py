@@ -249,6 +249,8 @@ class CachedLayer:
         if decode_kernels.is_used(call.query):
             try:
                 return self._attend_by_kernel(call, forward)
+            except torch.OutOfMemoryError:  # says nothing about the kernels
+                raise
             except Exception as error:  # triton raises many types if it cannot compile; nothing was computed yet
                 decode_kernels.disable_for(call.query, error)
         entries = Entries(slice(None), *self.store.entries(slice(None)))

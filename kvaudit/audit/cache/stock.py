@@ -168,31 +168,35 @@ class CompressedCache(Cache):  # type: ignore[misc]
         The ids of one call are compressed as one chunk. A call with a single token is a decode step, unless it is the
         first call. Raises RunError if ``position_ids`` are not the number of real tokens before each token.
         """
-        batch, new = ids.shape
-        decoding = new == 1 and self._evicting is not None
-        if self._evicting is not None and not self._evicting.is_settled:
+        (batch, new), cache, mask = ids.shape, self._evicting, attention_mask
+        decoding = new == 1 and cache is not None
+        if cache is not None and not cache.is_settled:
             raise RunError("an earlier forward through this CompressedCache was interrupted; make a new cache")
-        if self._evicting is None:
-            keys = torch.arange(batch, device=ids.device) + self._seed
-            self._evicting = EvictingCache(self._config, self._policy, keys, rotary=self._rotary, blocks=self._blocks)
-        if len(self._evicting.seen) != batch:
-            raise SpecError(f"this CompressedCache serves {len(self._evicting.seen)} rows, got {batch}; make a new one")
+        if cache is not None and len(cache.seen) != batch:
+            raise SpecError(f"this CompressedCache serves {len(cache.seen)} rows, got {batch}; make a new one")
         attention_mask, position_ids = self._on_host(attention_mask, position_ids, new)
-        positions = row_positions(attention_mask, self._evicting.seen, new)
+        seen = torch.zeros(batch, dtype=torch.int64) if cache is None else cache.seen
+        positions = row_positions(attention_mask, seen, new)
         try:
             require_positions(position_ids, positions)
         except RunError:
             self._require_continued(position_ids, positions)  # has a better message, but reads too much for every step
             raise
-        pinned, self._pinned = self._pinned, None  # only tokens of the prompt are pinned
+        pinned = self._pinned if cache is None else None  # only tokens of the prompt are pinned
         if pinned is not None and pinned.shape != ids.shape:
             raise SpecError(f"pinned has shape {tuple(pinned.shape)}, the prompt {tuple(ids.shape)}; they must agree")
-        self._add_columns(attention_mask, positions >= 0)
+        # nothing is changed before all checks have passed, so that a caller can correct a call and repeat it
+        self._real = self._add_columns(attention_mask, positions >= 0)
+        self._mask = None if mask is None or mask.device.type == "cpu" else mask
+        if cache is None:
+            keys = torch.arange(batch, device=ids.device) + self._seed
+            cache = EvictingCache(self._config, self._policy, keys, rotary=self._rotary, blocks=self._blocks)
+            self._evicting = cache
         self._ids.append(ids)
-        self._evicting.begin(positions, decoding=decoding, pinned=pinned)
+        cache.begin(positions, decoding=decoding, pinned=pinned)
         for layer in self.layers:
             layer.in_forward = True
-        return self._evicting
+        return cache
 
     def _require_continued(self, position_ids: Tensor | None, expected: Tensor) -> None:
         """Raise RunError if ``position_ids`` [B, Q] belong to another conversation than the one in the cache.
@@ -226,33 +230,37 @@ class CompressedCache(Cache):  # type: ignore[misc]
         If the mask has grown by ``new`` columns, the old columns are compared on the device and only the new are read.
         """
         last, real = self._mask, self._real
-        self._mask = None if mask is None or mask.device.type == "cpu" else mask
         shapes = None if real is None else (real.shape, (len(real), real.shape[1] + new))
-        if last is None or self._mask is None or real is None or (last.shape, self._mask.shape) != shapes:
+        is_host = mask is None or mask.device.type == "cpu"
+        if last is None or mask is None or is_host or real is None or (last.shape, mask.shape) != shapes:
             return None if mask is None else mask.cpu(), None if position_ids is None else position_ids.cpu()
-        reads = [self._mask[:, -new:].bool(), (self._mask[:, :-new].bool() == last.bool()).all()]
+        reads = [mask[:, -new:].bool(), (mask[:, :-new].bool() == last.bool()).all()]
         if position_ids is not None:
             reads.append(position_ids.to(last.device))
         new_columns, is_same, *positions = _copy_to_host(reads)
-        on_host = torch.cat([real, new_columns.bool()], 1) if bool(is_same) else self._mask.cpu()
+        on_host = torch.cat([real, new_columns.bool()], 1) if bool(is_same) else mask.cpu()
         return on_host, positions[0] if positions else None
 
-    def _add_columns(self, attention_mask: Tensor | None, real: Tensor) -> None:
-        """Note which new columns are ``real`` tokens; raise SpecError if the mask contradicts earlier columns."""
+    def _add_columns(self, attention_mask: Tensor | None, real: Tensor) -> Tensor:
+        """Return which columns are real tokens, the new ones (``real``) included: bool [B, columns].
+
+        Raises SpecError if the mask contradicts earlier columns.
+        """
         before = real[:, :0] if self._real is None else self._real  # [B, columns so far]
-        self._real = torch.cat([before, real], 1)
+        columns = torch.cat([before, real], 1)
         if attention_mask is None:
-            return
-        if attention_mask.shape[1] != self._real.shape[1]:
+            return columns
+        if attention_mask.shape[1] != columns.shape[1]:
             raise SpecError(
                 f"the attention mask has {attention_mask.shape[1]} columns, this CompressedCache has been given "
-                f"{self._real.shape[1]}: for another batch or conversation, make a new one"
+                f"{columns.shape[1]}: for another batch or conversation, make a new one"
             )
         if not torch.equal(attention_mask[:, : before.shape[1]].bool().cpu(), before):
             raise SpecError(
                 "the attention mask hides tokens that this CompressedCache was given as real ones; "
                 "make a new cache for another text"
             )
+        return columns
 
 
 def _copy_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:

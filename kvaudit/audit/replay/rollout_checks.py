@@ -107,7 +107,7 @@ def _choice_fault(rollout: Rollout, heads: int) -> str | None:
 
 
 def _expert_fault(experts: Tensor, tokens: int) -> str | None:
-    if experts.dtype != torch.int16 or experts.dim() != 3 or len(experts) != tokens:
+    if experts.dtype != torch.int16 or experts.dim() != 3 or len(experts) != tokens or 0 in experts.shape:
         return f"has experts of shape {tuple(experts.shape)}, {experts.dtype}, for {tokens} tokens"
     ordered = experts[:-1].sort(-1).values  # the last token may never have been fed
     if bool((ordered < 0).any()) or bool((ordered[..., 1:] == ordered[..., :-1]).any()):
