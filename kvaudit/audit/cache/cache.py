@@ -304,7 +304,7 @@ class EvictingCache:
         for layer, view, importance in zip(layers, views, _rank_together(layers, views), strict=True):
             victims = layer.victims(eviction, view, importance, self.pins)
             if by_position:  # every layer evicts the same entries
-                schedule.victims = victims = victims if on_device else victims.simplify()
+                schedule.victims = victims
             layer.replace(victims, eviction, forward)
 
     @skip_compile

@@ -115,8 +115,7 @@ class CachedLayer:
     def add_queries(self, query: Tensor, forward: Forward) -> None:
         """Update what the policy needs of past queries: the last ones, their attention mass and their statistics."""
         if self._last:
-            places = self.schedule.ring_places(query.device)
-            self._last.add(query, forward.positions, places, real=forward.real)
+            self._last.add(query, forward.positions, real=forward.real)
         store = self.store
         if store.mass is not None:
             # earlier entries come before all new queries, which are in order; but with empty slots, or with padding on
@@ -271,7 +270,7 @@ class CachedLayer:
     def add_step_queries(self, query: Tensor, forward: Forward) -> None:
         """Update the policy's statistics of past queries with one query per row, by operators of fixed shapes."""
         if self._last:
-            self._last.add_step(query, forward.positions)
+            self._last.add(query, forward.positions, real=forward.real)
         mass = self.store.mass
         if mass is not None:
             keys, _ = self.store.entries(slice(None))

@@ -177,40 +177,44 @@ def attend_codes(
     return _attend(query, parts, positions, query_positions, scaling, sink_logits, window)
 
 
-def write_slot(
-    keys: Tensor,
-    values: Tensor,
+def write_entry(
+    parts: tuple[Tensor, Tensor],
     positions: Tensor,
-    key: Tensor,
-    value: Tensor,
+    entry: tuple[Tensor, Tensor],
     query_positions: Tensor,
     slot: Tensor,
     mass: Tensor | None = None,
+    *,
+    in_rings: bool = False,
 ) -> None:
     """Write the entry of a step, key [B, H, 1, D] and value [B, H, 1, Dv], into slot ``slot`` int64 [1] of every head.
 
-    Key and value go into ``keys`` [B, H, C, D] and ``values`` [B, H, C, Dv], the row's position ``query_positions`` [B]
-    into ``positions`` int32 [B, H, C] (-1: the slot is empty in that row), and 0 into ``mass`` float32 [B, H, C].
+    Key and value go into ``parts``, keys [B, H, C, D] and values [B, H, C, Dv], the row's position ``query_positions``
+    [B] into ``positions`` int32 [B, H, C] (-1: the slot is empty in that row), and 0 into ``mass`` float32 [B, H, C].
+    ``in_rings``: the parts are ring buffers [B, H, R, D], into which key and value go at index query position % R;
+    nothing is written for a row without a query.
     """
-    _write((keys, values), positions, (key, value), query_positions, slot, mass, (0, 0))
-
-
-def write_ring(
-    ring_keys: Tensor,
-    ring_values: Tensor,
-    positions: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_positions: Tensor,
-    slot: Tensor,
-    mass: Tensor | None = None,
-) -> None:
-    """Write an entry as ``write_slot`` does, but its key and value into ring buffers [B, H, R, D] and [B, H, R, Dv].
-
-    Their index in the ring is the row's query position % R; nothing is written for a row without a query.
-    """
-    rings = (ring_keys, ring_values)
-    _write(rings, positions, (key, value), query_positions, slot, mass, (ring_keys.shape[2], ring_values.shape[2]))
+    batch, heads = positions.shape[:2]
+    entry = (_with_unit_stride(entry[0]), _with_unit_stride(entry[1]))
+    sizes = tuple(part.shape[3] for part in parts)
+    with _on(slot.device):
+        _write_kernel[batch * heads,](
+            parts,
+            tuple(part.stride()[:3] for part in parts),
+            positions,
+            positions.stride()[:2],
+            mass,
+            (0, 0) if mass is None else mass.stride()[:2],
+            entry,
+            tuple(part.stride()[:2] for part in entry),
+            query_positions.contiguous(),
+            slot,
+            HEADS=heads,
+            SIZES=sizes,
+            PADDED=tuple(_power_of_two(size) for size in sizes),
+            PLACES=tuple(part.shape[2] if in_rings else 0 for part in parts),
+            num_warps=1,
+        )
 
 
 # --- launching --------------------------------------------------------------------------------------------------------
@@ -275,39 +279,6 @@ def _attend(
                 num_warps=warps,
             )
     return out
-
-
-def _write(
-    parts: tuple[Tensor, Tensor],
-    positions: Tensor,
-    entry: tuple[Tensor, Tensor],
-    query_positions: Tensor,
-    slot: Tensor,
-    mass: Tensor | None,
-    places: tuple[int, int],
-) -> None:
-    batch, heads = parts[0].shape[:2]
-    entry = (_with_unit_stride(entry[0]), _with_unit_stride(entry[1]))
-    positions = positions.expand(batch, heads, -1)
-    sizes = tuple(part.shape[3] for part in parts)
-    with _on(slot.device):
-        _write_kernel[batch * heads,](
-            parts,
-            tuple(part.stride()[:3] for part in parts),
-            positions,
-            positions.stride()[:2],
-            mass,
-            (0, 0) if mass is None else mass.stride()[:2],
-            entry,
-            tuple(part.stride()[:2] for part in entry),
-            query_positions.contiguous(),
-            slot,
-            HEADS=heads,
-            SIZES=sizes,
-            PADDED=tuple(_power_of_two(size) for size in sizes),
-            PLACES=places,
-            num_warps=1,
-        )
 
 
 def _exact_operand(entries: Tensor) -> Operand:

@@ -35,17 +35,6 @@ class Selection:
     queries: Tensor
     chosen: Tensor
 
-    def keys(self, layer: int, head: int, heads: int) -> list[tuple[int, frozenset[int]]]:
-        """Return (query, positions of the keys that it saw) for each selecting query, in one layer and head."""
-        if layer not in self.layers:
-            return []
-        lists = self.chosen[self.layers.index(layer)]
-        units = lists[head * len(lists) // heads].tolist()  # neighbouring heads share a list
-        return [
-            (query, frozenset(p for p in range(query + 1) if p // self.unit in chosen))
-            for query, chosen in zip(self.queries.tolist(), units, strict=True)
-        ]
-
     def until(self, length: int) -> Selection:
         """Return the part of the record that is about queries before position ``length``."""
         before = self.queries < length

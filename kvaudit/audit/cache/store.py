@@ -192,8 +192,9 @@ class Store:
         self._write_entries_at(slot, key, value, positions)
 
     def _write_by_kernel(self, slot: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> None:
-        keys, values, slot_positions = (self._slots[name] for name in ("keys", "values", "positions"))
-        decode_kernels.write_slot(keys, values, slot_positions, key, value, positions, slot, self._slots.get("mass"))
+        slots, mass = self._slots, self._slots.get("mass")
+        parts = (slots["keys"], slots["values"])
+        decode_kernels.write_entry(parts, slots["positions"], (key, value), positions, slot, mass)
 
     def _write_entries_at(self, slot: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> None:  # noqa: ARG002
         self._slots["keys"].index_copy_(2, slot, key)

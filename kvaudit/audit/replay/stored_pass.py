@@ -19,7 +19,7 @@ from kvaudit.audit.cache.attention import AttentionCall, query_blocks, require_s
 from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, Cast, EngineStore
 from kvaudit.audit.cache.layers import layer_plans
 from kvaudit.audit.cache.ledger import Rollout
-from kvaudit.audit.cache.tensors import upload
+from kvaudit.audit.cache.tensors import gather_columns, upload
 from kvaudit.audit.policies import Dense, softmax
 from kvaudit.audit.replay.attention import position_columns, run_forward
 from kvaudit.core.errors import DataError, RunError
@@ -170,7 +170,7 @@ class StoredReplay:
         ``keys`` are the learner's and the engine's, [B, H, K, D] each.
         """
         places, has_key = self._key_columns, self._has_key
-        exact, engine, values = (_gather_columns(x, places) for x in (*keys, value))  # [B, H, n * BLOCK, D]
+        exact, engine, values = (gather_columns(x, places) for x in (*keys, value))  # [B, H, n * BLOCK, D]
         positions = torch.arange(places.shape[1], device=places.device)
         visible = has_key[:, None] & (positions <= self.queries[..., None])  # [B, Q, n * BLOCK]
         blocks, present = _in_blocks(engine, 2), _in_blocks(has_key, 1)  # [B, H, n, BLOCK, D] and [B, n, BLOCK]
@@ -282,11 +282,6 @@ def _engine_spans(
 def _in_blocks(x: Tensor, dim: int) -> Tensor:
     """Split dimension ``dim`` of n * BLOCK entries into [n, BLOCK]."""
     return x.reshape(*x.shape[:dim], -1, BLOCK, *x.shape[dim + 1 :])
-
-
-def _gather_columns(x: Tensor, columns: Tensor) -> Tensor:
-    """Return the entries of ``x`` [B, H, K, D] at the indices ``columns`` [B, n] along K: [B, H, n, D]."""
-    return x.gather(2, columns[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 def _count_layers(model: Any) -> int:
