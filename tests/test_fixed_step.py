@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.exactness import random_ids
 from bench.models import Served, random_llama
-from kvaudit.audit.cache import decode_kernels, fixed_step, hints, quantised_store, stepped_store, tensors
+from kvaudit.audit.cache import decode_kernels, fixed_step, hints, stepped_store, tensors
 from kvaudit.audit.cache.fixed_step import FixedStep
 from kvaudit.audit.cache.layer_state import LastQueries
 from kvaudit.audit.cache.store import Store
@@ -91,7 +91,7 @@ class Played:
         patch.setattr(captured, "step_mode", lambda device: mode)
         patch.setattr(captured, "capture_graph", self.recorder)
         patch.setattr(fixed_step, "MIN_ROOM", 24)  # less than all steps, so that a growing cache moves
-        for module in (hints, quantised_store, fixed_step, stepped_store):
+        for module in (hints, fixed_step, stepped_store):
             patch.setattr(module, "HINT_BATCH", 16)  # likewise, so that whole batches are examined
         prompts = [random_ids(200)[:150], random_ids(200)[20:170], random_ids(200)]
         roles = [["system"] * 4 + ["user"] * (len(prompt) - 4) for prompt in prompts]

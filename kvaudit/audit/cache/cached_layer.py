@@ -351,7 +351,7 @@ class CachedLayer:
         slots = victim_slots(importance, view.positions, view.seen, self.evictor, self._pins_of(eviction, view, pins))
         return Victims(slots, view.positions.gather(2, slots[:, :, None]))
 
-    def victims_on_host(self, newest: int | None, before: int, pins: Pins | None) -> Victims | None:
+    def victim_on_host(self, newest: int | None, before: int, pins: Pins | None) -> tuple[int, int] | None:
         """Return slot and position of the entry to evict in every head, computed on the CPU.
 
         This is possible only for policies that rank by position alone. None if the entry may differ between rows or
@@ -390,7 +390,7 @@ class CachedLayer:
         victim, newest = order[slot], order.pop()
         if slot < len(order):
             order[slot] = newest
-        return Victims(slot, victim)
+        return slot, victim
 
     @property
     def moves_sinks(self) -> bool:

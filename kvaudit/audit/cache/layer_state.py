@@ -21,7 +21,7 @@ from kvaudit.audit.policies import Centres, Extremes, Moments
 class LayerState:
     """The base of what a layer keeps besides its cache entries: tensors [B, ...], empty until the first ``add``."""
 
-    _tensors: ClassVar[tuple[str, ...]]  # their attributes
+    _tensors: ClassVar[tuple[str, ...]]  # the names of the attributes that hold them
 
     def reindex(self, rows: Tensor) -> None:
         for name in self._tensors:
@@ -69,15 +69,13 @@ class LastQueries(LayerState):
         if no_padding:  # only the last of these can stay
             query, positions = query[:, :, -self._window :], positions[:, -self._window :]
         old, old_positions = self.of(slice(None))
-        queries, at = (
-            torch.cat([old, query], 2),
-            torch.cat([old_positions, positions], 1),
-        )  # [B, N, W + Q, D], [B, W + Q]
+        queries = torch.cat([old, query], 2)  # [B, N, W + Q, D]
+        positions = torch.cat([old_positions, positions], 1)  # [B, W + Q]
         # a stable sort moves absent queries to the front and keeps the order of the others
-        order = torch.sort((at >= 0).int(), dim=1, stable=True).indices[:, -self._window :]  # [B, W]
-        self._positions = at.gather(1, order)
+        order = torch.sort((positions >= 0).int(), dim=1, stable=True).indices[:, -self._window :]  # [B, W]
+        self._positions = positions.gather(1, order)
         # from this order into the ring
-        ring = (torch.arange(self._window, device=at.device) - self._next_positions()[:, None]) % self._window
+        ring = (torch.arange(self._window, device=order.device) - self._next_positions()[:, None]) % self._window
         self._positions, order = self._positions.gather(1, ring), order.gather(1, ring)
         self._queries = gather_columns(queries, order)
 

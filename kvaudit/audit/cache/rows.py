@@ -64,11 +64,7 @@ class NewTokens(NamedTuple):
 
 def read_new_tokens(positions: Tensor) -> NewTokens:
     """Return the number of new tokens of each row, from their positions on the CPU [B, Q] (-1: padding)."""
-    width = positions.shape[1]
-    if width == 1:
-        first = tuple(row[0] for row in positions.tolist())
-        return NewTokens(1, tuple(int(position >= 0) for position in first), first)
-    real = positions >= 0
+    width, real = positions.shape[1], positions >= 0
     # positions rise, so the first is the smallest
     smallest = torch.where(real, positions, NEVER).amin(1) if width else torch.full((len(positions),), NEVER)
     first = tuple(-1 if position == NEVER else position for position in smallest.tolist())
@@ -87,14 +83,14 @@ class Eviction(NamedTuple):
 
 
 class Victims(NamedTuple):
-    """The slot and position of the one entry per head that is evicted.
+    """The slot [B, H] and the position [B, H, 1] of the one entry per head that is evicted.
 
-    If it is the same in all rows and heads, it is one number, or a tensor [1] into which a step that is replayed as a
-    CUDA graph writes the number.
+    If they are known to be the same in all rows and heads, each is a tensor [1] (in a step that is replayed as a CUDA
+    graph, one at a fixed address).
     """
 
-    slots: Tensor | int  # [B, H]
-    positions: Tensor | int  # [B, H, 1]
+    slots: Tensor
+    positions: Tensor
 
 
 class Schedule:

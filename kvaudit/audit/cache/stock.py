@@ -31,6 +31,7 @@ _NOT_BEGUN = (
 
 
 def _refuse(message: str) -> Callable[..., None]:
+    """Return a method that raises RunError with ``message``, in place of one that transformers may call."""
 
     def refuse(*_: Any) -> None:
         raise RunError(message)
@@ -70,7 +71,9 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
     reorder_cache = _refuse("a CompressedCache does not support beam search; use num_beams=1")
     crop = _refuse("a CompressedCache cannot take tokens back: no assisted or prompt-lookup decoding")
     reset = _refuse("a CompressedCache serves one conversation; make a new one")
-    batch_repeat_interleave = _refuse("a CompressedCache keeps its rows; give every row its own prompt")
+    batch_repeat_interleave = _refuse(
+        "a CompressedCache cannot repeat or select rows (num_return_sequences); give every row its own prompt"
+    )
     batch_select_indices = batch_repeat_interleave
 
 
@@ -291,7 +294,7 @@ def require_positions(position_ids: Tensor | None, expected: Tensor) -> None:
 
     Packed rows, offsets and image positions are not supported. Padding may have any position.
     """
-    if position_ids is None or _is_expected_step(position_ids, expected):
+    if position_ids is None:
         return
     rows, columns = (1, *position_ids.shape)[-2:]
     if rows not in (1, len(expected)) or columns != expected.shape[1]:
@@ -307,13 +310,6 @@ def require_positions(position_ids: Tensor | None, expected: Tensor) -> None:
             "the number of real tokens before it; packed rows, offsets and image positions are not supported: leave "
             "them out"
         )
-
-
-def _is_expected_step(position_ids: Tensor, expected: Tensor) -> bool:
-    """Return whether a decode step has the expected positions, compared as Python numbers, which is faster."""
-    if expected.shape[1] != 1 or position_ids.numel() != len(expected):
-        return False
-    return bool(position_ids.flatten().tolist() == [position for (position,) in expected.tolist()])
 
 
 def prepare_model(model: Any) -> None:

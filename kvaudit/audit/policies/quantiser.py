@@ -36,8 +36,8 @@ class Quantiser(Policy):
     """
 
     quantises: ClassVar[bool] = True
-    # a decode step codes at most one entry per row, or where keys have groups whole ones from position 0 on: then steps
-    # may be captured on a GPU
+    # whether a decode step quantises at most one entry per row (keys in groups: whole groups, counted from position 0),
+    # so that steps can be captured as a CUDA graph
     codes_singly: ClassVar[bool] = False
 
     residual: int = 0

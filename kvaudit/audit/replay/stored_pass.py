@@ -272,11 +272,11 @@ def _engine_spans(
         return None
     assert len(written) == len(rollouts), "some rollouts of a batch have what the engine wrote, others have not"
     width = max(end - start for start, end in spans)
-    both = []
+    keys_values = []
     for part in (0, 1):
         rows = [pair[part][:, :, start:end] for pair, (start, end) in zip(written, spans, strict=True)]
-        both.append(upload(torch.stack([pad(row, (0, 0, 0, width - row.shape[2])) for row in rows]), device))
-    return both[0], both[1]
+        keys_values.append(upload(torch.stack([pad(row, (0, 0, 0, width - row.shape[2])) for row in rows]), device))
+    return keys_values[0], keys_values[1]
 
 
 def _in_blocks(x: Tensor, dim: int) -> Tensor:
