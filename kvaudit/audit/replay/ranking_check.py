@@ -52,7 +52,7 @@ class ChoiceCount(NamedTuple):
 
 
 class RankingAgreement(NamedTuple):
-    """The ``share`` of the recorded evicted entries that the policy evicts again when it ranks anew, over all rollouts.
+    """The ``share`` of the recorded evicted entries that the policy evicts when it ranks again, over all rollouts.
 
     ``lowest`` is the smallest such share in one rollout, number ``rollout``; the check passes if ``lowest`` is at least
     ``required``. In a two-byte dtype, a rollout with at most ``_ALLOWED_FLIPS`` different choices counts as a share of

@@ -191,7 +191,7 @@ class StoredReplay:
     ) -> tuple[Tensor, Tensor]:
         """Return, for each query, the keys of the block that it is in, and the position at which that block begins.
 
-        Keys are [B, H, Q, BLOCK, D], positions [B, Q]. The engine quantises a block anew whenever a key joins it, so
+        Keys are [B, H, Q, BLOCK, D], positions [B, Q]. The engine quantises a block again whenever a key joins it, so
         each query of a block reads the same keys with other rounding errors. ``blocks`` are the exact keys of the
         learner and of the engine, [B, H, n, BLOCK, D]. A query in the prompt reads the block as the prefill left it
         (``prefilled``, [B, H, n, BLOCK, D]). A later query reads it as it was at that query: ``tail``, for the blocks
