@@ -256,8 +256,8 @@ def selection_breach(rollout: Rollout, policy: Policy, plans: Sequence[LayerPlan
         )
     if differing := sorted({*due} ^ {*selection.queries.tolist()}):
         acts = ("attends to everything", "selects")
-        recorded, expected = acts if differing[0] in due else acts[::-1]
-        return f"query {differing[0]} {recorded}, under the policy it {expected}"
+        is_act, due_act = acts if differing[0] in due else acts[::-1]
+        return f"query {differing[0]} {is_act}, under the policy it {due_act}"
     counts = (selection.chosen >= 0).sum(-1)
     expected = torch.tensor([selector.units_at(query + 1) for query in due])
     wrong = (counts != expected).nonzero()
