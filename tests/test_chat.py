@@ -105,6 +105,19 @@ def test_stop_tokens_are_the_end_of_turn_and_what_the_model_adds() -> None:
     assert Chat(tokenizer, [7]).stop_ids == {7, end, tokenizer.convert_tokens_to_ids("<|pad|>")}
 
 
+def test_texts_that_a_template_leaves_out_take_no_tokens() -> None:
+    """An empty text and one of spaces, of one role, at one place of the rendered text."""
+    template = (
+        "{% for m in messages if m['content'] | trim %}{{ '[' + m['role'] + ']' + m['content'] + '<|im_end|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+    )
+    chat = Chat(byte_tokenizer(template))
+    turns = [USER, Message(Role.ASSISTANT, "Yes.")]
+    expected = chat.prompt(turns)
+    found = chat.prompt([*turns, Message(Role.TOOL, ""), Message(Role.TOOL, " ")])
+    assert (found.ids, found.roles) == (expected.ids, expected.roles)
+
+
 def test_no_chat_template_is_a_spec_error() -> None:
     with pytest.raises(SpecError, match="no chat template"):
         Chat(byte_tokenizer(None))

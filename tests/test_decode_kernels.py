@@ -20,8 +20,7 @@ from kvaudit.audit.cache.decode_kernels import (
     attend_codes,
     attend_slots,
     is_available,
-    write_ring,
-    write_slot,
+    write_entry,
 )
 from kvaudit.audit.policies import Quantiser, parse_policy
 
@@ -366,9 +365,9 @@ def test_every_byte_is_decoded(kind: str, bits: int, torch_type: torch.dtype | N
 @pytest.mark.parametrize("places", [None, 7])
 def test_an_entry_is_written_into_its_slot(places: int | None, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    buffers = [torch.randn(3, 2, places or 20, size, device=DEVICE).to(dtype) for size in (80, 64)]
+    buffers = tuple(torch.randn(3, 2, places or 20, size, device=DEVICE).to(dtype) for size in (80, 64))
     # a step's entries as a model's projections lay them out
-    entries = [torch.randn(3, 1, 2, size, device=DEVICE).to(dtype).transpose(1, 2) for size in (80, 64)]
+    entries = tuple(torch.randn(3, 1, 2, size, device=DEVICE).to(dtype).transpose(1, 2) for size in (80, 64))
     positions = torch.arange(20, dtype=torch.int32, device=DEVICE)[None, None].repeat(3, 2, 1)
     mass = torch.rand(3, 2, 20, device=DEVICE)
     newest, slot = torch.tensor([40, -1, 12], device=DEVICE), 17
@@ -379,8 +378,8 @@ def test_an_entry_is_written_into_its_slot(places: int | None, dtype: torch.dtyp
                 buffer[row, :, position % places if places else slot] = entry[row, :, 0]
     wanted_positions, wanted_mass = positions.clone(), mass.clone()
     wanted_positions[:, :, slot], wanted_mass[:, :, slot] = newest[:, None].int(), 0
-    write = write_ring if places else write_slot
-    write(*buffers, positions, *entries, newest, torch.tensor([slot], device=DEVICE), mass)
+    at = torch.tensor([slot], device=DEVICE)
+    write_entry(buffers, positions, entries, newest, at, mass, in_rings=places is not None)
     assert all(torch.equal(found, entry) for found, entry in zip(buffers, wanted, strict=True))
     assert torch.equal(positions, wanted_positions)
     assert torch.equal(mass, wanted_mass)
@@ -394,7 +393,7 @@ def test_a_captured_step_follows_what_its_inputs_hold() -> None:
     key, value = (torch.randn(3, 2, 1, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
 
     def run() -> Tensor:
-        write_slot(step.keys, step.values, step.positions, key, value, step.query_positions, slot)
+        write_entry((step.keys, step.values), step.positions, (key, value), step.query_positions, slot)
         return attend_slots(step.query, step.keys, step.values, step.positions, step.query_positions, step.scaling)
 
     run()

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.exactness import random_ids
 from bench.models import Served, random_llama
-from kvaudit.audit.cache import decode_kernels, fixed_step, hints, quantised_store, stepped_store, tensors
+from kvaudit.audit.cache import decode_kernels, fixed_step, hints, stepped_store, tensors
 from kvaudit.audit.cache.fixed_step import FixedStep
 from kvaudit.audit.cache.layer_state import LastQueries
 from kvaudit.audit.cache.store import Store
@@ -91,7 +91,7 @@ class Played:
         patch.setattr(captured, "step_mode", lambda device: mode)
         patch.setattr(captured, "capture_graph", self.recorder)
         patch.setattr(fixed_step, "MIN_ROOM", 24)  # less than all steps, so that a growing cache moves
-        for module in (hints, quantised_store, fixed_step, stepped_store):
+        for module in (hints, fixed_step, stepped_store):
             patch.setattr(module, "HINT_BATCH", 16)  # likewise, so that whole batches are examined
         prompts = [random_ids(200)[:150], random_ids(200)[20:170], random_ids(200)]
         roles = [["system"] * 4 + ["user"] * (len(prompt) - 4) for prompt in prompts]
@@ -209,15 +209,15 @@ def test_a_planted_read_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_planted_buffer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    add = LastQueries.add_step
+    add = LastQueries.add
     earlier = []  # kept, or the allocator may give a new buffer the address of one before
 
-    def replaces(self: LastQueries, *rest: Any) -> None:
-        add(self, *rest)
+    def replaces(self: LastQueries, *rest: Any, **options: Any) -> None:
+        add(self, *rest, **options)
         earlier.append(self._queries)
         self._queries = self._queries.clone()
 
-    monkeypatch.setattr(LastQueries, "add_step", replaces)
+    monkeypatch.setattr(LastQueries, "add", replaces)
     step = open_step("snapkv:budget=64,window=8,interval=16")
     keys = []
     for _ in range(3):
@@ -331,6 +331,20 @@ def test_where_a_kernel_cannot_be_compiled_plain_attention_takes_its_place(
         "note: heads of 8 channels in torch.float32 are attended without triton kernels (out of resource: shared "
         "memory); slower"
     ]
+
+
+def test_a_kernel_that_lacks_memory_once_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(decode_kernels, "_refused", set())
+    monkeypatch.setattr(decode_kernels, "is_available", lambda device: True)
+    monkeypatch.setattr(decode_kernels, "attend_slots", fails)
+    monkeypatch.setattr(Store, "_write_by_kernel", written_plainly)
+    plain = open_step("none", 10)
+    with pytest.raises(torch.OutOfMemoryError):
+        plain.step()
+    assert decode_kernels.is_used(torch.zeros(1, 2, 1, 8))
 
 
 def written_plainly(self: Store, slot: Any, key: Any, value: Any, positions: Any) -> None:

@@ -22,7 +22,7 @@ from recorded_graph import Recorder
 from test_kv_models import EXACT
 from transformers import AutoModelForCausalLM
 
-from kvaudit.audit.cache import fixed_step, hints, quantised_store, stepped_store
+from kvaudit.audit.cache import fixed_step, hints, stepped_store
 from kvaudit.audit.cache.attention import ATTENTION_NAME
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.policies import Composed, Evictor, Policy, evictor_of, parse_policy
@@ -202,7 +202,7 @@ class Player:
         patch.setattr(captured, "FEWEST_STEPS", case.fewest)
         patch.setattr(fixed_step, "MIN_ROOM", case.room)
         patch.setattr(fixed_step, "MAX_ROOM", case.room)
-        for module in (hints, quantised_store, fixed_step, stepped_store):
+        for module in (hints, fixed_step, stepped_store):
             patch.setattr(module, "HINT_BATCH", 8)  # fewer than the steps of a turn, so that whole batches are examined
         self.opened: list[Any] = []
         self.rows: list[Row] = []

@@ -202,6 +202,13 @@ MISTAKES: list[tuple[Callable[[Table, Table], Any], str]] = [
     (lambda _, row: row.update(sampled=[[5, 5]]), r"has the sampled span \[5, 5\]"),
     (lambda _, row: row.update(ids="567"), "rollouts.0.ids is '567'"),
     (lambda _, row: row.update(colour=1), "rollouts.0.colour"),
+    # 4096 * 2^20 is 0 in 32 bits
+    (
+        lambda _, row: row.update(
+            selection={"unit": 2**20, "layers": [0], "queries": [{"query": 4, "chosen": [[[4096]]]}]}
+        ),
+        "lets a query select what comes after it",
+    ),
     (lambda whole, _: whole.update(version=2), "version is '2'"),
     (lambda whole, _: whole.update(format="other"), "format is 'other'"),
     (lambda whole, _: whole.update(rollouts=[]), "rollouts is"),
@@ -340,6 +347,7 @@ def test_more_tokens_than_positions_are_refused() -> None:
         ({"sampler_logprobs": torch.zeros(73)}, r"log-probs or ledger of \[73, 74\]"),
         ({"keys_quantised_at": torch.zeros(1, 74, dtype=torch.int32)}, "quantisation times of another shape"),
         ({"values_quantised_at": torch.zeros(74)}, "quantisation times of another shape"),
+        ({"experts": torch.zeros(74, 1, 0, dtype=torch.int16)}, r"has experts of shape \(74, 1, 0\)"),
     ],
 )
 def test_rollouts_of_another_make_are_refused(changes: Table, words: str) -> None:

@@ -182,6 +182,44 @@ def test_pins_without_a_policy_that_pins_and_of_another_prompt_are_one_line() ->
         model(torch.tensor(prompts(20)), past_key_values=past)
 
 
+@pytest.mark.parametrize("before", [(), (9,)], ids=["first call", "later call"])
+def test_a_call_that_was_refused_can_be_corrected_and_repeated(before: tuple[int, ...]) -> None:
+    model, policy = random_model(), "streaming:budget=12,sink=2"
+    whole = torch.tensor(prompts(20, 20))
+    ids, mask = whole[:, sum(before) :], torch.ones_like(whole)
+    past = CompressedCache.for_model(model, policy)
+    with torch.no_grad():
+        for length in before:
+            model(whole[:, :length], past_key_values=past)
+        with pytest.raises(SpecError, match="the attention mask h"):
+            model(ids, attention_mask=mask.new_zeros(2, 7) if not before else 1 - mask, past_key_values=past)
+        repeated = model(ids, attention_mask=mask, past_key_values=past).logits
+    fresh = CompressedCache.for_model(model, policy)
+    with torch.no_grad():
+        for length in before:
+            model(whole[:, :length], past_key_values=fresh)
+        expected = model(ids, attention_mask=mask, past_key_values=fresh).logits
+    assert torch.equal(repeated, expected)
+    assert torch.equal(past.ledger.evicted_at, fresh.ledger.evicted_at)
+
+
+def test_pins_of_another_prompt_can_not_be_left_out_by_a_second_call() -> None:
+    model, pins = random_model(), torch.ones(1, 7, dtype=torch.bool)
+    past = CompressedCache.for_model(model, "streaming:budget=12,sink=2,pin=system", pinned=pins)
+    for _ in range(2):
+        with pytest.raises(SpecError, match="must agree"):
+            model(torch.tensor(prompts(20)), past_key_values=past)
+
+
+def test_a_cache_whose_first_forward_failed_is_said_to_be_interrupted() -> None:
+    model, pins = random_model(), torch.ones(1, 20, dtype=torch.bool)
+    past = CompressedCache.for_model(model, "streaming:budget=12,sink=2,pin=system", pinned=pins)
+    with pytest.raises(SpecError, match="do not fit"):
+        model(torch.tensor(prompts(20)), past_key_values=past)
+    with pytest.raises(RunError, match="was interrupted; make a new cache"):
+        model(torch.tensor(prompts(20)), past_key_values=past)
+
+
 def test_pins_beyond_the_budget_are_refused_before_anything_leaves() -> None:
     evicting = new_cache(shared(), parse_policy("streaming:budget=12,sink=2,pin=system"))
     with pytest.raises(SpecError, match="pin=system holds 12 tokens, which do not fit budget=12 with sink=2"):

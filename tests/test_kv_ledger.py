@@ -223,6 +223,68 @@ def test_a_header_of_the_wrong_kind_is_one_line(tmp_path: Path, change: dict[str
         load_ledgers(path)
 
 
+def test_a_header_of_endless_brackets_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.safetensors"
+    save_file({"0.ids": torch.zeros(1)}, path, metadata={"kvaudit": "[" * 100_000})
+    with pytest.raises(DataError, match="not a ledger of format"):
+        load_ledgers(path)
+
+
+SHORT = {
+    "ids": torch.arange(4, dtype=torch.int32),
+    "sampled": torch.tensor([False, False, True, True]),
+    "sampler_logprobs": torch.tensor([0.0, 0.0, -1.0, -1.0]),
+    "evicted_at": torch.full((1, 1, 4), 9, dtype=torch.int32),
+}
+SCALARS = {"prompt_length": 2, "answer_start": 2, "kv_bytes_peak": 0, "kv_bytes_dense": 0, "retention": 1.0}
+CHOICES = {"choosing": torch.tensor([2, 3], dtype=torch.int32), "chosen": torch.tensor([[[[0], [1]]]]).int()}
+
+
+def load_short(path: Path, tensors: dict[str, torch.Tensor], scalars: dict[str, object]) -> Rollout:
+    header = {"format": 3, "policy": "none", "policy_hash": "", "rollouts": [SCALARS | scalars]}
+    stored = {f"0.{name}": tensor for name, tensor in (SHORT | tensors).items()}
+    save_file(stored, path, metadata={"kvaudit": json.dumps(header)})
+    return load_ledgers(path)[0][0]
+
+
+def test_a_short_ledger_and_one_with_choices_are_read(tmp_path: Path) -> None:
+    assert load_short(tmp_path / "a.safetensors", {}, {}).ids.tolist() == [0, 1, 2, 3]
+    read = load_short(tmp_path / "b.safetensors", CHOICES, {"selection": {"unit": 1, "layers": [0]}})
+    assert read.selection is not None
+    assert read.selection.chosen.flatten().tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "scalars", "message"),
+    [
+        ({"ids": torch.tensor(1).int()}, {}, "another shape than its 1 tokens"),
+        ({"ids": torch.zeros(4, 2).int()}, {}, "another shape than its 8 tokens"),
+        ({"sampled": torch.tensor(True)}, {}, "another shape than its 4 tokens"),
+        ({"sampled": torch.ones(3, 4, dtype=torch.bool)}, {}, "another shape than its 4 tokens"),
+        ({"sampler_logprobs": -torch.ones(3, 4)}, {}, "another shape than its 4 tokens"),
+        (
+            {"keys_quantised_at": torch.tensor(9).int(), "values_quantised_at": torch.full((4,), 9).int()},
+            {"codec": "int8"},
+            "another shape than its 4 tokens",
+        ),
+        ({"experts": torch.zeros(4, 1, 0, dtype=torch.uint8)}, {}, r"experts \(4, 1, 0\) do not fit 4 tokens"),
+        # 4096 * 2^20 is 0 in 32 bits
+        (CHOICES | {"chosen": CHOICES["chosen"] * 4096}, {"selection": {"unit": 2**20, "layers": [0]}}, "after it"),
+        (CHOICES, {"selection": {"unit": 2**70, "layers": [0]}}, "in whole numbers below 2.31"),
+        (
+            CHOICES | {"evicted_at": torch.zeros(1, 0, 4).int(), "chosen": CHOICES["chosen"].repeat(1, 2, 1, 1)},
+            {"selection": {"unit": 1, "layers": [1]}},
+            "has choices in layers",
+        ),
+    ],
+)
+def test_tensors_of_a_forged_shape_or_size_are_one_line(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], scalars: dict[str, object], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        load_short(tmp_path / "ledger.safetensors", tensors, scalars)
+
+
 @pytest.mark.parametrize("name", ["ids", "sampled", "sampler_logprobs", "evicted_at"])
 def test_a_tensor_of_another_type_is_one_line(tmp_path: Path, name: str) -> None:
     path = tmp_path / "ledger.safetensors"

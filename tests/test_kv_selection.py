@@ -160,13 +160,13 @@ def test_verify_counts_what_was_chosen() -> None:
     fewer = made.chosen.clone()
     fewer[0, 1, 3, -1] = -1
     for change, words in (
-        ({"selection": replace(made, chosen=fewer)}, "layer 1, head 1: query 43 chooses 3 units, due are 4"),
+        ({"selection": replace(made, chosen=fewer)}, "layer 1, head 1: query 43 selects 3 units, the policy 4"),
         ({"selection": made.until(60)}, "query 68 attends to everything"),
         ({"selection": None}, "query 40 attends to everything"),
-        ({"selection": replace(made, layers=(0, 2))}, "layers [0, 2] choose 4 entries at once"),
+        ({"selection": replace(made, layers=(0, 2))}, "layers [0, 2] select units of 4 entries"),
     ):
         assert words in verified(replace(rollout, **change)).breach
-    assert "the policy has them see everything" in verified(rollout, "none").breach
+    assert "under the policy they attend to everything" in verified(rollout, "none").breach
     assert verified(rollout, None).breach is None
 
 
@@ -244,7 +244,7 @@ def test_a_query_that_chose_only_what_had_left_is_refused() -> None:
     gone[1, :, 0] = 30
     early = Selection(1, (1,), torch.tensor([45], dtype=torch.int32), torch.tensor([[[[0]]]], dtype=torch.int32))
     recorded = RecordedRollouts("here", (replace(rollout, evicted_at=gone, selection=early),), None)
-    with pytest.raises(DataError, match="chose only evicted entries"):
+    with pytest.raises(DataError, match="selected only evicted entries"):
         check_replayable(recorded, shared(DEEP).model.config, 512)
 
 

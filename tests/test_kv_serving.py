@@ -656,3 +656,9 @@ def test_a_cache_of_nothing_but_codes_is_served_and_replayed() -> None:
         drawn = rollout.ids[30:]
         shadowed = logits[0].log_softmax(-1).gather(1, drawn[:, None])[:, 0]
         torch.testing.assert_close(shadowed, torch.tensor(completion.logprobs, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("temperature", [float("nan"), float("inf"), -0.1])
+def test_a_temperature_that_is_no_number_is_refused(temperature: float) -> None:
+    with pytest.raises(SpecError, match="temperature >= 0"):
+        Decoding(4, temperature)

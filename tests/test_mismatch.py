@@ -236,6 +236,9 @@ def test_slime_s_own_file_is_read_and_objects_in_it_are_not_run(sampled: list[Li
     torch.save({"rollout_id": 3, "samples": rows}, tmp_path / "rollout_3.pt")
     assert (found := survey(tmp_path / "rollout_3.pt")).rollouts == 6
     assert (found.stacks, found.tokens) == ({"slime"}, 99)
+    torch.save({"samples": [rows[0] | {"tokens": torch.ones(3).to_sparse()}]}, tmp_path / "sparse.pt")
+    with pytest.raises(DataError, match=r"sample 0: tokens\.0 is"):
+        survey(tmp_path / "sparse.pt")
     torch.save({"samples": [rows[0] | {"metadata": CliRunner()}]}, tmp_path / "objects.pt")
     with pytest.raises(DataError, match="or holds objects, which are not run"):
         survey(tmp_path / "objects.pt")
@@ -287,6 +290,16 @@ BAD: list[tuple[Any, str]] = [
     (GOOD | {"logprobs": [-100.0, -1.0]}, "line 2 has log-prob -100 at token 2, a placeholder for -inf"),
     (vllm(GOOD | {"logprobs": [-1e9, -1.0]}), "line 2 has log-prob -1e+09 at token 2, a placeholder for -inf"),
     (areal(GOOD | {"logprobs": [-1.0, -1e4]}), "line 2 has log-prob -10000 at token 3, a placeholder for -inf"),
+    (
+        areal(GOOD) | {"attention_mask": [0, 1, 1, 1, 1]},
+        "line 2 has padding before its last token in attention_mask; pad on the right",
+    ),
+    (areal(GOOD) | {"attention_mask": [1, 1, 1]}, "line 2 has 3 values in attention_mask for 5 tokens"),
+    (nemo_rl(GOOD) | {"input_lengths": 9}, "line 2 has 6 tokens, and says that it has 9"),
+    (
+        verl(GOOD | {"reward": 1.0, "group": 1}) | {"token_level_scores": [1e300] * 2},
+        "line 2 has a reward that is no number from -1e+300 to 1e+300",
+    ),
     ([1, 2], "line 2 holds a list, wanted an object"),
     ('{"prompt_ids": [1, 2], "compl', "line 2 is not JSON (Unterminated string"),
     ("[" * 100_000, "line 2 is not JSON ("),

@@ -353,6 +353,9 @@ def ends(script: tuple[int, ...]) -> list[int]:
         ("fp8:scale=tensor,scales=-1", "is no number above 0"),
         ("fp8:scale=tensor,scales=1/2/3", "wanted a number above 0, or two as keys/values"),
         ("fp8:scale=tensor,scales=none.json", "no file to read"),
+        ("fp8:scale=tensor,scales=/dev/zero", "no file to read"),
+        ("snapkv:kernel=9223372036854775809", "kernel=9223372036854775809, wanted an integer of at most"),
+        ("rkv:kernel=9223372036854775809", "kernel=9223372036854775809, wanted an integer of at most"),
         ("fp8:write=true,residual=4", "write=true quantises every entry at once; leave residual at 0"),
     ],
 )
@@ -372,6 +375,9 @@ def test_a_file_of_scales_is_named_with_its_content(tmp_path: Path) -> None:
     file.write_text(json.dumps({"keys": [1], "values": [-1]}))
     with pytest.raises(SpecError, match=r"has sha256 .* the policy names"):
         parse_policy(policy.canonical)
+    with pytest.raises(SpecError, match="is not JSON of the form"):
+        parse_policy(f"int8:scale=head,scales={file}")
+    file.write_text("[" * 100_000)
     with pytest.raises(SpecError, match="is not JSON of the form"):
         parse_policy(f"int8:scale=head,scales={file}")
     file.write_text(json.dumps({"keys": [1, 2], "values": [1, 2]}))

@@ -185,7 +185,7 @@ def test_two_entries_that_swap_places_are_caught_by_the_replay_and_by_the_rankin
 TAMPERED = [
     ("streaming:budget=95,sink=4,window=8", "rollout 0, layer 0: head 0 keeps 96 entries after query"),
     ("streaming:budget=96,sink=4,window=93", "policy streaming: budget=96 is below sink"),
-    ("streaming:budget=96,sink=5,window=8", "layer 0: one of the first 5 entries left"),
+    ("streaming:budget=96,sink=5,window=8", "layer 0: one of the first 5 entries was evicted"),
     ("streaming:budget=96,sink=4,window=8,phase=decode", "streaming evicts nothing before query"),
     ("streaming:budget=96,sink=4,window=8,phase=prefill", "streaming evicts nothing from there on"),
     ("none", ", none keeps every entry"),
@@ -510,7 +510,7 @@ def ledger(evicted: dict[int, int], tokens: int = 12, prompt: int = 6) -> Rollou
         (
             "streaming:budget=4,sink=1,window=3,phase=prefill",
             {1: 6, 3: 6},
-            "entry 3 left at query 6, inside the last 3",
+            "entry 3 was evicted at query 6, the last 3 are",
         ),
         ("streaming:budget=4,sink=1,window=3,phase=prefill", {1: 6, 2: 6}, None),
         ("none", {3: 9}, "entry 3 left the cache after query 8, none keeps every entry"),

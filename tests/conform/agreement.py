@@ -180,11 +180,23 @@ def same_departures(row: Row, evicted_at: Tensor) -> None:
                 raise Disagreement(f"{where}: entries left at {recorded}, the simulator says {gone}")
 
 
+def chosen_keys(selection: Selection, layer: int, head: int, heads: int) -> dict[int, frozenset[int]]:
+    """Return {query: positions of the keys that it saw} for each selecting query, in one layer and head."""
+    if layer not in selection.layers:
+        return {}
+    lists = selection.chosen[selection.layers.index(layer)]
+    units = lists[head * len(lists) // heads].tolist()  # neighbouring heads share a list
+    return {
+        query: frozenset(p for p in range(query + 1) if p // selection.unit in chosen)
+        for query, chosen in zip(selection.queries.tolist(), units, strict=True)
+    }
+
+
 def same_choices(row: Row, made: Selection | None) -> None:
     """Hold a record to what the simulator's queries chose, in every layer and query head; no record: everything."""
     for layer in row.governed_layers:
         for head in range(len(layer.queries[0])):
-            recorded = {} if made is None else dict(made.keys(layer.number, head, len(layer.queries[0])))
+            recorded = {} if made is None else chosen_keys(made, layer.number, head, len(layer.queries[0]))
             own = {query: keys for (number, query), keys in layer.chosen.items() if number == head}
             for query in {*own, *recorded}:
                 everything = frozenset(range(query + 1))

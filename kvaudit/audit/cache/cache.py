@@ -31,6 +31,7 @@ from kvaudit.audit.cache.rows import (
     RowKeys,
     Schedule,
     TailLayout,
+    Victims,
     read_new_tokens,
 )
 from kvaudit.audit.cache.selection import RecordedChoices, Selection
@@ -71,11 +72,13 @@ class EvictingCache:
         governed = [plan.evictor for plan in plans if plan.is_governed]
         self.pins = Pins(governed, rows) if policy.pinned_roles else None
         self._times = QuantisationClock(codec, rows) if codec else None
-        self.changes = 0  # counts what may have moved or replaced tensors: all but steps of fixed shapes
-        # of the steps of fixed shapes whose hints are to be examined: the positions [B] of keys and values that left
+        self.changes = 0  # counts operations that may have moved tensors in memory: all but steps of fixed shapes
+        # for each step of fixed shapes whose hints are not recorded yet: the positions [B] of the keys, and of the
+        # values, that it quantised
         self.coded_steps: list[tuple[list[int], list[int]]] = []
         self._choices = RecordedChoices(selector.unit, rows) if selector else None
         self.routes = RecordedRoutes(blocks, rows) if blocks else None
+        self._attended, self._carried = set[int](), set[int]()  # layers that have called in this forward
         self.bytes = self._peak = 0  # allocated, without the ledger
         self._peaks = [0] * rows  # each row's share of the peaks of batches that it was in before
 
@@ -109,9 +112,8 @@ class EvictingCache:
             seen_on_device,
             longest,
             is_first,
-            coded=self._times.counts() if self._times else None,
+            coded=self.coded_counts(),
             first_position=tokens.first[0] if tokens.is_aligned else None,
-            positions_by_head=on_device[:, None],
             next_query=seen_on_device.to(torch.int32)[:, None, None],
             real=self._real if self._order is None else positions >= 0,
             no_padding=min(tokens.counts) == tokens.width,
@@ -127,8 +129,7 @@ class EvictingCache:
         longest: int = max(seen)
         if self.rotary_limit is not None and longest > self.rotary_limit:
             require_rotary_length(self._config, longest)
-        self._attended: set[int] = set()  # layers, to find those that never called
-        self._carried: set[int] = set()
+        self._attended, self._carried = set(), set()
         for schedule in self.schedules.values():
             schedule.begin(tokens, self.seen, self.device, decoding=decoding)
         if self._times:
@@ -296,7 +297,9 @@ class EvictingCache:
         if schedule.victims is None and by_position and not on_device:
             # a prompt or message of several tokens may exceed the budget by one entry too
             newest = None if forward.first_position is None else forward.longest - 1
-            schedule.victims = layers[0].victims_on_host(newest, layers[0].store.length - 1, self.pins)
+            victim = layers[0].victim_on_host(newest, layers[0].store.length - 1, self.pins)
+            if victim is not None:
+                schedule.victims = Victims(*(upload(torch.tensor([number]), self.device) for number in victim))
         if schedule.victims is not None:  # just now, or by an earlier layer of this forward
             layers[0].replace(schedule.victims, eviction, forward)
             return
@@ -304,7 +307,7 @@ class EvictingCache:
         for layer, view, importance in zip(layers, views, _rank_together(layers, views), strict=True):
             victims = layer.victims(eviction, view, importance, self.pins)
             if by_position:  # every layer evicts the same entries
-                schedule.victims = victims = victims if on_device else victims.simplify()
+                schedule.victims = victims
             layer.replace(victims, eviction, forward)
 
     @skip_compile

@@ -37,9 +37,8 @@ class Forward(NamedTuple):
     the same device: the tokens of each row; ``longest``: those of the longest row. ``is_first``: the cache is empty,
     and padding is on the right, where causal attention never lets a real token see it. ``coded``: how many keys and
     values of each row are quantised now, None without a quantiser. ``first_position``: the position of the first query,
-    if it is the same in all rows and none has padding. ``positions_by_head`` [B, 1, Q] is ``positions`` and
-    ``next_query`` int32 [B, 1, 1] is ``seen``, in the shapes that layers need. ``real`` bool [B, Q], on the CPU, is
-    False at padding; ``no_padding``: it is True everywhere.
+    if it is the same in all rows and none has padding. ``next_query`` int32 [B, 1, 1] is ``seen`` in the shape that
+    layers need. ``real`` bool [B, Q], on the CPU, is False at padding; ``no_padding``: it is True everywhere.
     """
 
     positions: Tensor
@@ -49,7 +48,6 @@ class Forward(NamedTuple):
     is_first: bool
     coded: tuple[Counts, Counts] | None
     first_position: int | None
-    positions_by_head: Tensor
     next_query: Tensor
     real: Tensor
     no_padding: bool
@@ -92,12 +90,13 @@ class CachedLayer:
         self._sink_logits: Tensor | None = None  # of the last call, [G*H]
         self.bytes = 0
 
-    # --- what a forward brings ----------------------------------------------------------------------------------------
+    # --- updates by a forward -----------------------------------------------------------------------------------------
 
     def append(self, call: AttentionCall, forward: Forward) -> None:
+        """Append the keys and values of a call, and quantise what is due before its queries attend."""
         self._scaling, self._sink_logits = call.scaling, call.sink_logits
         max_slots = self.schedule.max_slots
-        self.store.append(call.key, call.value, forward.positions_by_head, forward.first_position, max_slots=max_slots)
+        self.store.append(call.key, call.value, forward.positions, forward.first_position, max_slots=max_slots)
         if self._extremes:
             self._extremes.add(call.key, forward.positions, forward.longest)
         self.flush(forward, on_write=True)
@@ -115,8 +114,7 @@ class CachedLayer:
     def add_queries(self, query: Tensor, forward: Forward) -> None:
         """Update what the policy needs of past queries: the last ones, their attention mass and their statistics."""
         if self._last:
-            places = self.schedule.ring_places(query.device)
-            self._last.add(query, forward.positions, places, real=forward.real)
+            self._last.add(query, forward.positions, real=forward.real)
         store = self.store
         if store.mass is not None:
             # earlier entries come before all new queries, which are in order; but with empty slots, or with padding on
@@ -249,6 +247,8 @@ class CachedLayer:
         if decode_kernels.is_used(call.query):
             try:
                 return self._attend_by_kernel(call, forward)
+            except torch.OutOfMemoryError:  # says nothing about the kernels
+                raise
             except Exception as error:  # triton raises many types if it cannot compile; nothing was computed yet
                 decode_kernels.disable_for(call.query, error)
         entries = Entries(slice(None), *self.store.entries(slice(None)))
@@ -269,7 +269,7 @@ class CachedLayer:
     def add_step_queries(self, query: Tensor, forward: Forward) -> None:
         """Update the policy's statistics of past queries with one query per row, by operators of fixed shapes."""
         if self._last:
-            self._last.add_step(query, forward.positions)
+            self._last.add(query, forward.positions, real=forward.real)
         mass = self.store.mass
         if mass is not None:
             keys, _ = self.store.entries(slice(None))
@@ -299,7 +299,7 @@ class CachedLayer:
     def view(self, rows: Tensor | slice, forward: Forward, row_keys: RowKeys, *, packed: bool) -> View:
         """Return the ``View`` of some rows: what the policy needs to rank their entries.
 
-        ``packed``: entries stand in order of position, with no empty slots between them.
+        ``packed``: entries are in order of position, with no empty slots between them.
         """
         store, moments, centres = self.store, self._moments, self._centres
         if packed and not (self._is_full and store.ordered):
@@ -350,7 +350,7 @@ class CachedLayer:
         slots = victim_slots(importance, view.positions, view.seen, self.evictor, self._pins_of(eviction, view, pins))
         return Victims(slots, view.positions.gather(2, slots[:, :, None]))
 
-    def victims_on_host(self, newest: int | None, before: int, pins: Pins | None) -> Victims | None:
+    def victim_on_host(self, newest: int | None, before: int, pins: Pins | None) -> tuple[int, int] | None:
         """Return slot and position of the entry to evict in every head, computed on the CPU.
 
         This is possible only for policies that rank by position alone. None if the entry may differ between rows or
@@ -389,7 +389,7 @@ class CachedLayer:
         victim, newest = order[slot], order.pop()
         if slot < len(order):
             order[slot] = newest
-        return Victims(slot, victim)
+        return slot, victim
 
     @property
     def moves_sinks(self) -> bool:
@@ -412,7 +412,7 @@ class CachedLayer:
 
     def _keep(self, kept: Tensor, forward: Forward) -> None:
         """Drop the slots where ``kept`` [B, H, length] is False; as many slots remain as the fullest head needs."""
-        # how heads share a budget is known on the device only, so this waits for it
+        # how heads share a budget is known on the device only, so reading it waits for the device
         width = int(kept.sum(-1).max()) if self.evictor.shares_heads else self.counts.largest
         self.store.keep(kept, width, forward.next_query, forward.longest)
 

@@ -24,19 +24,19 @@ try:
 except ImportError:  # the kernels are then never called: see ``is_available``
     triton = tl = None  # type: ignore[assignment, unused-ignore]
 
-# the fastest of a sweep on an H200
+# the fastest values of a sweep on an H200 (_CODED_STAGES was not part of it)
 _PROGRAMS = 4  # programs per multiprocessor that a step of long contexts is split into
-_LEAST_SLOTS = 128  # of a program
-_MULTIPROCESSORS = 132  # of a device that does not tell
-_EXACT_TILE, _CODED_TILE = 64, 32  # slots that a program reads together, fewer where their entries have more bytes than
-_TOKEN_BYTES = 256
-_EXACT_STAGES, _CODED_STAGES = 2, 3  # tiles read and multiplied at once; the second is not of that sweep
-_WARPS = 2  # where numbers have two bytes
+_LEAST_SLOTS = 128  # slots that a program reads at least
+_MULTIPROCESSORS = 132  # assumed for the interpreter, which has none
+_EXACT_TILE, _CODED_TILE = 64, 32  # slots that a program reads together
+_TOKEN_BYTES = 256  # tiles have fewer slots if an entry has more bytes than this
+_EXACT_STAGES, _CODED_STAGES = 2, 3  # tiles in flight: read ahead while others are multiplied
+_WARPS = 2  # per program, for numbers of two bytes; twice as many for numbers of four
 _SCAN = 512  # slots that a program searches together for exact entries
 _LEAST_ROWS = 16  # rows, columns and depth of the smallest product of a tensor core
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_refused = set[tuple[torch.dtype, int]]()  # dtypes and head sizes that they failed on
-PER_HEAD, BY_TABLE = 0, -1  # instead of a number of groups per token
+_refused = set[tuple[torch.dtype, int]]()  # dtypes and head sizes for which the kernels failed
+PER_HEAD, BY_TABLE = 0, -1  # values of ``Layout.groups`` that are no number of groups
 
 
 class CodedPart(NamedTuple):
@@ -177,40 +177,44 @@ def attend_codes(
     return _attend(query, parts, positions, query_positions, scaling, sink_logits, window)
 
 
-def write_slot(
-    keys: Tensor,
-    values: Tensor,
+def write_entry(
+    parts: tuple[Tensor, Tensor],
     positions: Tensor,
-    key: Tensor,
-    value: Tensor,
+    entry: tuple[Tensor, Tensor],
     query_positions: Tensor,
     slot: Tensor,
     mass: Tensor | None = None,
+    *,
+    in_rings: bool = False,
 ) -> None:
     """Write the entry of a step, key [B, H, 1, D] and value [B, H, 1, Dv], into slot ``slot`` int64 [1] of every head.
 
-    Key and value go into ``keys`` [B, H, C, D] and ``values`` [B, H, C, Dv], the row's position ``query_positions`` [B]
-    into ``positions`` int32 [B, H, C] (-1: the slot is empty in that row), and 0 into ``mass`` float32 [B, H, C].
+    Key and value go into ``parts``, keys [B, H, C, D] and values [B, H, C, Dv], the row's position ``query_positions``
+    [B] into ``positions`` int32 [B, H, C] (-1: the slot is empty in that row), and 0 into ``mass`` float32 [B, H, C].
+    ``in_rings``: the parts are ring buffers [B, H, R, D], into which key and value go at index query position % R;
+    nothing is written for a row without a query.
     """
-    _write((keys, values), positions, (key, value), query_positions, slot, mass, (0, 0))
-
-
-def write_ring(
-    ring_keys: Tensor,
-    ring_values: Tensor,
-    positions: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_positions: Tensor,
-    slot: Tensor,
-    mass: Tensor | None = None,
-) -> None:
-    """Write an entry as ``write_slot`` does, but its key and value into ring buffers [B, H, R, D] and [B, H, R, Dv].
-
-    Their index in the ring is the row's query position % R; nothing is written for a row without a query.
-    """
-    rings = (ring_keys, ring_values)
-    _write(rings, positions, (key, value), query_positions, slot, mass, (ring_keys.shape[2], ring_values.shape[2]))
+    batch, heads = positions.shape[:2]
+    entry = (_with_unit_stride(entry[0]), _with_unit_stride(entry[1]))
+    sizes = tuple(part.shape[3] for part in parts)
+    with _on(slot.device):
+        _write_kernel[batch * heads,](
+            parts,
+            tuple(part.stride()[:3] for part in parts),
+            positions,
+            positions.stride()[:2],
+            mass,
+            (0, 0) if mass is None else mass.stride()[:2],
+            entry,
+            tuple(part.stride()[:2] for part in entry),
+            query_positions.contiguous(),
+            slot,
+            HEADS=heads,
+            SIZES=sizes,
+            PADDED=tuple(_power_of_two(size) for size in sizes),
+            PLACES=tuple(part.shape[2] if in_rings else 0 for part in parts),
+            num_warps=1,
+        )
 
 
 # --- launching --------------------------------------------------------------------------------------------------------
@@ -243,7 +247,7 @@ def _attend(
     if merges:
         sums = query.new_empty(batch, query_heads, splits, size, dtype=torch.float32)
         partials = (sums, *query.new_empty(2, batch, query_heads, splits, dtype=torch.float32))
-    # a tensor core takes so many rows; float32 is multiplied without
+    # the rows that a tensor core takes at least; float32 is multiplied without tensor cores
     rows = max(1 if query.dtype == torch.float32 else _LEAST_ROWS, _power_of_two(group))
     shape = Shape(heads, group, rows, tile, stages, _SCAN, window or 0)
     warps = _WARPS * query.element_size() // 2
@@ -275,39 +279,6 @@ def _attend(
                 num_warps=warps,
             )
     return out
-
-
-def _write(
-    parts: tuple[Tensor, Tensor],
-    positions: Tensor,
-    entry: tuple[Tensor, Tensor],
-    query_positions: Tensor,
-    slot: Tensor,
-    mass: Tensor | None,
-    places: tuple[int, int],
-) -> None:
-    batch, heads = parts[0].shape[:2]
-    entry = (_with_unit_stride(entry[0]), _with_unit_stride(entry[1]))
-    positions = positions.expand(batch, heads, -1)
-    sizes = tuple(part.shape[3] for part in parts)
-    with _on(slot.device):
-        _write_kernel[batch * heads,](
-            parts,
-            tuple(part.stride()[:3] for part in parts),
-            positions,
-            positions.stride()[:2],
-            mass,
-            (0, 0) if mass is None else mass.stride()[:2],
-            entry,
-            tuple(part.stride()[:2] for part in entry),
-            query_positions.contiguous(),
-            slot,
-            HEADS=heads,
-            SIZES=sizes,
-            PADDED=tuple(_power_of_two(size) for size in sizes),
-            PLACES=places,
-            num_warps=1,
-        )
 
 
 def _exact_operand(entries: Tensor) -> Operand:
@@ -752,7 +723,8 @@ def _scale_runs(numbers: tl.tensor, part: tl.tuple, strides: tl.tuple, at: tl.tu
     channel = tl.arange(0, LAYOUT.padded)
     start = part[1] + batch * strides[3] + head * strides[4] + row.to(tl.int64)[:, None] * strides[5]
     start += channel[None, :]
-    is_read = (row * LAYOUT.run < done)[:, None] & (channel < LAYOUT.size)[None, :]  # there may be no rows of others
+    # keys at ``done`` or later have no row in the table yet
+    is_read = (row * LAYOUT.run < done)[:, None] & (channel < LAYOUT.size)[None, :]
     scaled = tl.reshape(numbers, [ROWS, numbers.shape[0] // ROWS, LAYOUT.padded])
     scaled *= tl.load(start, mask=is_read, other=0.0).to(tl.float32)[:, None, :]
     if LAYOUT.kind == "unsigned":

@@ -21,7 +21,7 @@ from kvaudit.audit.policies import Centres, Extremes, Moments
 class LayerState:
     """The base of what a layer keeps besides its cache entries: tensors [B, ...], empty until the first ``add``."""
 
-    _tensors: ClassVar[tuple[str, ...]]  # their attributes
+    _tensors: ClassVar[tuple[str, ...]]  # the names of the attributes that hold them
 
     def reindex(self, rows: Tensor) -> None:
         for name in self._tensors:
@@ -52,43 +52,30 @@ class LastQueries(LayerState):
         self._queries = torch.empty(0)  # [B, N, W, D]
         self._positions = torch.empty(0, dtype=torch.int32)  # [B, W], -1 = none
 
-    def add(self, query: Tensor, positions: Tensor, places: tuple[Tensor, Tensor] | None, *, real: Tensor) -> None:
-        """Add queries [B, N, Q, D] of N heads at positions [B, Q] (-1 = padding).
+    def add(self, query: Tensor, positions: Tensor, *, real: Tensor) -> None:
+        """Add queries [B, N, Q, D] of N heads at positions [B, Q] (-1 = padding), for Q = 1 by ops of fixed shapes.
 
-        ``real`` [B, Q], on the CPU, is False at padding. ``places`` is given only if Q = 1: the rows that have a query,
-        and the index of each such query in the ring.
+        ``real`` [B, Q], on the CPU, is False at padding; it is not used for Q = 1.
         """
         if not self._queries.numel():
             self._queries = query.new_zeros(*query.shape[:2], self._window, query.shape[3])
             self._positions = positions.new_full((len(positions), self._window), -1)
-        if places is None:
+        if query.shape[2] == 1:
+            _write_queries(self._queries, self._positions, query, positions)
+        else:
             self._add_chunk(query, positions, no_padding=bool(real[:, -self._window :].all()))
-            return
-        rows, place = places  # [R] each
-        every_row = len(place) == len(positions)
-        self._queries[rows, :, place] = query[:, :, 0] if every_row else query[rows, :, 0]
-        self._positions[rows, place] = positions[:, 0] if every_row else positions[rows, 0]
-
-    def add_step(self, query: Tensor, positions: Tensor) -> None:
-        """Add one query per row, [B, N, 1, D] of N heads, by operators of fixed shapes.
-
-        ``positions`` [B, 1] are those of the queries, -1 for none.
-        """
-        _write_queries(self._queries, self._positions, query, positions)
 
     def _add_chunk(self, query: Tensor, positions: Tensor, *, no_padding: bool) -> None:
         if no_padding:  # only the last of these can stay
             query, positions = query[:, :, -self._window :], positions[:, -self._window :]
         old, old_positions = self.of(slice(None))
-        queries, at = (
-            torch.cat([old, query], 2),
-            torch.cat([old_positions, positions], 1),
-        )  # [B, N, W + Q, D], [B, W + Q]
+        queries = torch.cat([old, query], 2)  # [B, N, W + Q, D]
+        positions = torch.cat([old_positions, positions], 1)  # [B, W + Q]
         # a stable sort moves absent queries to the front and keeps the order of the others
-        order = torch.sort((at >= 0).int(), dim=1, stable=True).indices[:, -self._window :]  # [B, W]
-        self._positions = at.gather(1, order)
+        order = torch.sort((positions >= 0).int(), dim=1, stable=True).indices[:, -self._window :]  # [B, W]
+        self._positions = positions.gather(1, order)
         # from this order into the ring
-        ring = (torch.arange(self._window, device=at.device) - self._next_positions()[:, None]) % self._window
+        ring = (torch.arange(self._window, device=order.device) - self._next_positions()[:, None]) % self._window
         self._positions, order = self._positions.gather(1, ring), order.gather(1, ring)
         self._queries = gather_columns(queries, order)
 
@@ -232,7 +219,7 @@ class UnitExtremes(LayerState):
 
 
 class MovingSinks(LayerState):
-    """The keys of StreamingLLM's sinks (first tokens), rotated anew after every eviction.
+    """The keys of StreamingLLM's sinks (first tokens), rotated again after every eviction.
 
     This has the effect of counting positions inside the cache. Recent entries and queries would all move by the same
     amount, so only the sinks have to move: towards the recent entries, by the number of entries evicted in between.

@@ -234,7 +234,7 @@ def load_ledgers(path: Path, *, sha256: str | None = None) -> tuple[list[Rollout
 def _header(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
     try:
         header = json.loads(metadata.get("kvaudit", "null"))
-    except ValueError:
+    except (ValueError, RecursionError):
         header = None
     if not isinstance(header, dict) or type(header.get("format")) is not int or header["format"] not in READABLE:
         raise DataError(f"file {str(path)!r} is not a ledger of format {' or '.join(map(str, READABLE))}")
@@ -277,10 +277,10 @@ def _parse_scalars(scalars: dict[str, Any]) -> dict[str, Any]:
     selection = scalars.get("selection", {"unit": 1, "layers": []})
     if (
         type(selection["unit"]) is not int
-        or selection["unit"] < 1
+        or not 1 <= selection["unit"] <= NEVER
         or any(type(n) is not int for n in selection["layers"])
     ):
-        raise TypeError("selection has a unit and layers, in whole numbers")
+        raise TypeError("selection has a unit and layers, in whole numbers below 2^31")
     if unknown := set(scalars) - {*_SCALARS, "codec", "row_keys", "pinned", "selection"}:
         raise TypeError(f"unknown entries {sorted(unknown)}")
     parsers = {"row_keys": _parse_row_keys, "pinned": _parse_runs, "codec": _parse_codec}
@@ -314,16 +314,19 @@ def _parse_runs(runs: Any) -> tuple[tuple[int, int], ...]:
 
 def _fault(rollout: Rollout) -> str | None:
     """Return what is wrong with a rollout, as a phrase to follow the name of its ledger; None if nothing is."""
-    tokens = rollout.ids.shape[0]
-    if rollout.experts is not None and (rollout.experts.dim() != 3 or len(rollout.experts) != tokens):
-        return f": experts {tuple(rollout.experts.shape)} do not fit {tokens} tokens"
-    # the last token may have been sampled and never fed
-    if rollout.experts is not None and int(rollout.experts[:-1].min()) < 0:
-        return ": a token that later ones saw has no expert; the file is damaged"
+    tokens = rollout.ids.numel()
     quantised_at = [t for t in (rollout.keys_quantised_at, rollout.values_quantised_at) if t is not None]
-    by_token = [rollout.evicted_at, rollout.sampled, rollout.sampler_logprobs, *quantised_at]
-    if rollout.evicted_at.dim() != 3 or any(t.shape[-1] != tokens for t in by_token):
+    by_token = [rollout.ids, rollout.sampled, rollout.sampler_logprobs, *quantised_at]
+    if any(tuple(t.shape) != (tokens,) for t in by_token):
+        return f": one of its tensors by token has another shape than its {tokens} tokens; the file is damaged"
+    if rollout.evicted_at.dim() != 3 or rollout.evicted_at.shape[2] != tokens:
         return f": evicted_at {tuple(rollout.evicted_at.shape)} does not fit {tokens} tokens"
+    experts = rollout.experts
+    if experts is not None and (experts.dim() != 3 or len(experts) != tokens or 0 in experts.shape):
+        return f": experts {tuple(experts.shape)} do not fit {tokens} tokens"
+    # the last token may have been sampled and never fed
+    if experts is not None and bool((experts[:-1] < 0).any()):
+        return ": a token that later ones saw has no expert; the file is damaged"
     if rollout.hints is not None and not (rollout.codec and are_valid_hints(rollout.hints)):
         return ": the hints are not in order; the file is damaged"
     if rollout.selection is not None and (fault := selection_fault(rollout.selection, rollout.evicted_at)):

@@ -35,17 +35,6 @@ class Selection:
     queries: Tensor
     chosen: Tensor
 
-    def keys(self, layer: int, head: int, heads: int) -> list[tuple[int, frozenset[int]]]:
-        """Return (query, positions of the keys that it saw) for each selecting query, in one layer and head."""
-        if layer not in self.layers:
-            return []
-        lists = self.chosen[self.layers.index(layer)]
-        units = lists[head * len(lists) // heads].tolist()  # neighbouring heads share a list
-        return [
-            (query, frozenset(p for p in range(query + 1) if p // self.unit in chosen))
-            for query, chosen in zip(self.queries.tolist(), units, strict=True)
-        ]
-
     def until(self, length: int) -> Selection:
         """Return the part of the record that is about queries before position ``length``."""
         before = self.queries < length
@@ -206,7 +195,7 @@ def selection_fault(selection: Selection, evicted_at: Tensor) -> str | None:
     form = (queries.dtype, chosen.dtype, queries.dim(), chosen.dim())
     if form != (torch.int32, torch.int32, 1, 4) or chosen.shape[2] != len(queries) or not chosen.shape[3]:
         return f"has choices of shape {tuple(chosen.shape)} for {len(queries)} queries"
-    if chosen.shape[0] != len(selection.layers) or (chosen.shape[1] % heads and chosen.shape[1] != 1):
+    if chosen.shape[0] != len(selection.layers) or (chosen.shape[1] % max(heads, 1) and chosen.shape[1] != 1):
         expected = f"{len(selection.layers)} layers, and 1 head or a multiple of {heads}"
         return f"has choices of {chosen.shape[0]} layers and {chosen.shape[1]} heads, expected {expected}"
     if list(selection.layers) != sorted({*selection.layers} & {*range(layers)}):
@@ -217,7 +206,8 @@ def selection_fault(selection: Selection, evicted_at: Tensor) -> str | None:
     # each unit is larger than the one before, and only NO_UNIT after the first NO_UNIT
     if bool((torch.where(chosen < 0, _LATEST, chosen).diff(dim=-1) < (chosen[..., 1:] >= 0).int()).any()):
         return "names a unit twice, or not in order"
-    if bool((chosen * selection.unit > queries[:, None]).any()) or bool((chosen[..., 0] < 0).any()):
+    # divided, since a product of forged numbers may overflow
+    if bool((chosen > queries[:, None] // min(selection.unit, _LATEST)).any()) or bool((chosen[..., 0] < 0).any()):
         return "lets a query select what comes after it, or nothing"
     return None
 

@@ -219,9 +219,9 @@ class SteppedStore(QuantisedStore):
 
     def _write_by_kernel(self, slot: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> None:
         assert self._rings is not None
-        keys, values = (ring.entries for ring in self._rings)
-        mass = self._slots.get("mass")
-        decode_kernels.write_ring(keys, values, self._slots["positions"], key, value, positions, slot, mass)
+        rings, mass = (self._rings[KEYS].entries, self._rings[VALUES].entries), self._slots.get("mass")
+        slots = self._slots["positions"]
+        decode_kernels.write_entry(rings, slots, (key, value), positions, slot, mass, in_rings=True)
 
     def coded_parts(self) -> tuple[CodedPart, CodedPart] | None:
         """Return keys and values as the kernels read them; None for codes that they cannot decode."""
@@ -257,7 +257,7 @@ class SteppedStore(QuantisedStore):
         return torch.where(is_exact[:, None, :, None], self._rings[part].at(positions), decoded)
 
     def due_slots(self) -> tuple[Tensor, Tensor]:
-        """Return where the entries stand that this step quantises: the slots [B] of the keys and of the values.
+        """Return the slots [B] of the keys, and of the values, that this step quantises.
 
         A row in which no entry is due has an arbitrary slot.
         """

@@ -31,6 +31,7 @@ _NOT_BEGUN = (
 
 
 def _refuse(message: str) -> Callable[..., None]:
+    """Return a method that raises RunError with ``message``, in place of one that transformers may call."""
 
     def refuse(*_: Any) -> None:
         raise RunError(message)
@@ -70,7 +71,9 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
     reorder_cache = _refuse("a CompressedCache does not support beam search; use num_beams=1")
     crop = _refuse("a CompressedCache cannot take tokens back: no assisted or prompt-lookup decoding")
     reset = _refuse("a CompressedCache serves one conversation; make a new one")
-    batch_repeat_interleave = _refuse("a CompressedCache keeps its rows; give every row its own prompt")
+    batch_repeat_interleave = _refuse(
+        "a CompressedCache cannot repeat or select rows (num_return_sequences); give every row its own prompt"
+    )
     batch_select_indices = batch_repeat_interleave
 
 
@@ -168,31 +171,35 @@ class CompressedCache(Cache):  # type: ignore[misc]
         The ids of one call are compressed as one chunk. A call with a single token is a decode step, unless it is the
         first call. Raises RunError if ``position_ids`` are not the number of real tokens before each token.
         """
-        batch, new = ids.shape
-        decoding = new == 1 and self._evicting is not None
-        if self._evicting is not None and not self._evicting.is_settled:
+        (batch, new), cache, mask = ids.shape, self._evicting, attention_mask
+        decoding = new == 1 and cache is not None
+        if cache is not None and not cache.is_settled:
             raise RunError("an earlier forward through this CompressedCache was interrupted; make a new cache")
-        if self._evicting is None:
-            keys = torch.arange(batch, device=ids.device) + self._seed
-            self._evicting = EvictingCache(self._config, self._policy, keys, rotary=self._rotary, blocks=self._blocks)
-        if len(self._evicting.seen) != batch:
-            raise SpecError(f"this CompressedCache serves {len(self._evicting.seen)} rows, got {batch}; make a new one")
+        if cache is not None and len(cache.seen) != batch:
+            raise SpecError(f"this CompressedCache serves {len(cache.seen)} rows, got {batch}; make a new one")
         attention_mask, position_ids = self._on_host(attention_mask, position_ids, new)
-        positions = row_positions(attention_mask, self._evicting.seen, new)
+        seen = torch.zeros(batch, dtype=torch.int64) if cache is None else cache.seen
+        positions = row_positions(attention_mask, seen, new)
         try:
             require_positions(position_ids, positions)
         except RunError:
             self._require_continued(position_ids, positions)  # has a better message, but reads too much for every step
             raise
-        pinned, self._pinned = self._pinned, None  # only tokens of the prompt are pinned
+        pinned = self._pinned if cache is None else None  # only tokens of the prompt are pinned
         if pinned is not None and pinned.shape != ids.shape:
             raise SpecError(f"pinned has shape {tuple(pinned.shape)}, the prompt {tuple(ids.shape)}; they must agree")
-        self._add_columns(attention_mask, positions >= 0)
+        # nothing is changed before all checks have passed, so that a caller can correct a call and repeat it
+        self._real = self._add_columns(attention_mask, positions >= 0)
+        self._mask = None if mask is None or mask.device.type == "cpu" else mask
+        if cache is None:
+            keys = torch.arange(batch, device=ids.device) + self._seed
+            cache = EvictingCache(self._config, self._policy, keys, rotary=self._rotary, blocks=self._blocks)
+            self._evicting = cache
         self._ids.append(ids)
-        self._evicting.begin(positions, decoding=decoding, pinned=pinned)
+        cache.begin(positions, decoding=decoding, pinned=pinned)
         for layer in self.layers:
             layer.in_forward = True
-        return self._evicting
+        return cache
 
     def _require_continued(self, position_ids: Tensor | None, expected: Tensor) -> None:
         """Raise RunError if ``position_ids`` [B, Q] belong to another conversation than the one in the cache.
@@ -226,33 +233,37 @@ class CompressedCache(Cache):  # type: ignore[misc]
         If the mask has grown by ``new`` columns, the old columns are compared on the device and only the new are read.
         """
         last, real = self._mask, self._real
-        self._mask = None if mask is None or mask.device.type == "cpu" else mask
         shapes = None if real is None else (real.shape, (len(real), real.shape[1] + new))
-        if last is None or self._mask is None or real is None or (last.shape, self._mask.shape) != shapes:
+        is_host = mask is None or mask.device.type == "cpu"
+        if last is None or mask is None or is_host or real is None or (last.shape, mask.shape) != shapes:
             return None if mask is None else mask.cpu(), None if position_ids is None else position_ids.cpu()
-        reads = [self._mask[:, -new:].bool(), (self._mask[:, :-new].bool() == last.bool()).all()]
+        reads = [mask[:, -new:].bool(), (mask[:, :-new].bool() == last.bool()).all()]
         if position_ids is not None:
             reads.append(position_ids.to(last.device))
         new_columns, is_same, *positions = _copy_to_host(reads)
-        on_host = torch.cat([real, new_columns.bool()], 1) if bool(is_same) else self._mask.cpu()
+        on_host = torch.cat([real, new_columns.bool()], 1) if bool(is_same) else mask.cpu()
         return on_host, positions[0] if positions else None
 
-    def _add_columns(self, attention_mask: Tensor | None, real: Tensor) -> None:
-        """Note which new columns are ``real`` tokens; raise SpecError if the mask contradicts earlier columns."""
+    def _add_columns(self, attention_mask: Tensor | None, real: Tensor) -> Tensor:
+        """Return which columns are real tokens, the new ones (``real``) included: bool [B, columns].
+
+        Raises SpecError if the mask contradicts earlier columns.
+        """
         before = real[:, :0] if self._real is None else self._real  # [B, columns so far]
-        self._real = torch.cat([before, real], 1)
+        columns = torch.cat([before, real], 1)
         if attention_mask is None:
-            return
-        if attention_mask.shape[1] != self._real.shape[1]:
+            return columns
+        if attention_mask.shape[1] != columns.shape[1]:
             raise SpecError(
                 f"the attention mask has {attention_mask.shape[1]} columns, this CompressedCache has been given "
-                f"{self._real.shape[1]}: for another batch or conversation, make a new one"
+                f"{columns.shape[1]}: for another batch or conversation, make a new one"
             )
         if not torch.equal(attention_mask[:, : before.shape[1]].bool().cpu(), before):
             raise SpecError(
                 "the attention mask hides tokens that this CompressedCache was given as real ones; "
                 "make a new cache for another text"
             )
+        return columns
 
 
 def _copy_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -283,7 +294,7 @@ def require_positions(position_ids: Tensor | None, expected: Tensor) -> None:
 
     Packed rows, offsets and image positions are not supported. Padding may have any position.
     """
-    if position_ids is None or _is_expected_step(position_ids, expected):
+    if position_ids is None:
         return
     rows, columns = (1, *position_ids.shape)[-2:]
     if rows not in (1, len(expected)) or columns != expected.shape[1]:
@@ -299,13 +310,6 @@ def require_positions(position_ids: Tensor | None, expected: Tensor) -> None:
             "the number of real tokens before it; packed rows, offsets and image positions are not supported: leave "
             "them out"
         )
-
-
-def _is_expected_step(position_ids: Tensor, expected: Tensor) -> bool:
-    """Return whether a decode step has the expected positions, compared as Python numbers, which is faster."""
-    if expected.shape[1] != 1 or position_ids.numel() != len(expected):
-        return False
-    return bool(position_ids.flatten().tolist() == [position for (position,) in expected.tolist()])
 
 
 def prepare_model(model: Any) -> None:

@@ -92,7 +92,7 @@ class Store:
     def append(
         self, key: Tensor, value: Tensor, positions: Tensor, first_position: int | None, *, max_slots: int | None
     ) -> None:
-        """Append ``key`` [B, H, Q, D] and ``value`` at ``positions`` [B, 1, Q].
+        """Append ``key`` [B, H, Q, D] and ``value`` at ``positions`` [B, Q].
 
         ``first_position`` is the position of the first column if it is the same in all rows and none has padding. When
         the store grows, it allocates spare slots for later entries, but not more than ``max_slots`` slots in all.
@@ -101,7 +101,7 @@ class Store:
             self._create(key, value)
         start, end = self.length, self.length + key.shape[2]
         self._reserve(end, max_slots)
-        self._slots["positions"].narrow(2, start, end - start).copy_(positions)  # the same in every head
+        self._slots["positions"].narrow(2, start, end - start).copy_(positions[:, None])  # the same in all heads
         if self._accumulates:
             self._slots["mass"].narrow(2, start, end - start).zero_()
         self._fill(start, key, value, first_position)
@@ -192,8 +192,9 @@ class Store:
         self._write_entries_at(slot, key, value, positions)
 
     def _write_by_kernel(self, slot: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> None:
-        keys, values, slot_positions = (self._slots[name] for name in ("keys", "values", "positions"))
-        decode_kernels.write_slot(keys, values, slot_positions, key, value, positions, slot, self._slots.get("mass"))
+        slots, mass = self._slots, self._slots.get("mass")
+        parts = (slots["keys"], slots["values"])
+        decode_kernels.write_entry(parts, slots["positions"], (key, value), positions, slot, mass)
 
     def _write_entries_at(self, slot: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> None:  # noqa: ARG002
         self._slots["keys"].index_copy_(2, slot, key)
@@ -226,7 +227,7 @@ class Store:
 
     def _pack(self, order: Tensor) -> None:
         width = order.shape[2]
-        # memory is returned once a ninth is idle, but not what the next few tokens would ask for again
+        # memory is freed once a ninth of it is unused, but not the slots that the next few tokens need
         shrink = self.slots > max(width + width // 8 + 2 * SLACK, self._least_slots)
         for name, tensor in self._slots.items():
             moved = gather_entries(tensor, order)
@@ -241,29 +242,19 @@ class Store:
 
         ``next_query`` int32 [B, 1, 1] is the position of each row's next query, at most ``longest``.
         """
-        last = self.length - 1
+        last, tensors = self.length - 1, [*self._slots.values()]
         self.reserve_ledger(longest)
-        if isinstance(victims.slots, Tensor) and isinstance(victims.positions, Tensor) and victims.slots.dim() == 1:
-            _move_newest(self.evicted_at, [*self._slots.values()], victims.slots, victims.positions, next_query, last)
-            self.length, self.ordered, self.uniform = last, False, False
-            return
-        if isinstance(victims.positions, int):  # the same in every row, so all have seen as many tokens
-            self.evicted_at.select(2, victims.positions).fill_(longest)
+        if victims.slots.dim() == 1:  # the same slot in every row and head
+            _move_newest(self.evicted_at, tensors, victims.slots, victims.positions, next_query, last)
         else:
             self.evicted_at.scatter_(2, victims.positions.long(), next_query.expand(*victims.positions.shape))
-        # the index for ``scatter_``, by the number of dimensions of a tensor
-        index = {} if isinstance(victims.slots, int) else {3: victims.slots[:, :, None]}
-        for tensor in self._slots.values():  # the last slot itself is overwritten by the next append
-            if isinstance(victims.slots, int):
-                tensor.select(2, victims.slots).copy_(tensor.select(2, last))
-                continue
-            if tensor.dim() == 4 and 4 not in index:
-                index[4] = index[3][..., None]
-            slots = index[3] if tensor.dim() == 3 else index[4].expand(-1, -1, -1, tensor.shape[3])
-            newest = tensor.narrow(2, last, 1)
-            if newest.is_contiguous():  # with one row and one head it is a view of the memory that is written
-                newest = newest.clone()
-            tensor.scatter_(2, slots, newest)
+            index = victims.slots[:, :, None]  # [B, H, 1]
+            for tensor in tensors:  # the last slot itself is overwritten by the next append
+                slots = index if tensor.dim() == 3 else index[..., None].expand(-1, -1, -1, tensor.shape[3])
+                newest = tensor.narrow(2, last, 1)
+                if newest.is_contiguous():  # with one row and one head it is a view of the memory that is written
+                    newest = newest.clone()
+                tensor.scatter_(2, slots, newest)
         self.length, self.ordered, self.uniform = last, False, False
 
     def _write_ledger(self, dropped: Tensor, next_query: Tensor, longest: int) -> None:

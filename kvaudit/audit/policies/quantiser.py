@@ -7,9 +7,11 @@ functions.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
+import os
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -34,8 +36,8 @@ class Quantiser(Policy):
     """
 
     quantises: ClassVar[bool] = True
-    # a decode step codes at most one entry per row, or where keys have groups whole ones from position 0 on: then steps
-    # may be captured on a GPU
+    # whether a decode step quantises at most one entry per row (keys in groups: whole groups, counted from position 0),
+    # so that steps can be captured as a CUDA graph
     codes_singly: ClassVar[bool] = False
 
     residual: int = 0
@@ -237,6 +239,8 @@ def _pin_scales(policy: str, text: str) -> str:
         return text
     name, _, expected = text.partition("#")
     try:
+        if not Path(name).is_file():  # a policy may come from another's file, and a device never ends
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         digest = hashlib.sha256(Path(name).read_bytes()).hexdigest()[:_HASH_DIGITS]
     except OSError as error:
         raise SpecError(
@@ -258,7 +262,7 @@ def _read_scales(policy: str, text: str) -> ScaleTables:
     try:
         table = json.loads(Path(name).read_text(encoding="utf-8"))
         keys, values = ([_layer_scales(entry) for entry in table[part]] for part in ("keys", "values"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise SpecError(
             f"policy {policy}: scales={name!r} is not JSON of the form "
             f'{{"keys": [...], "values": [...]}}, by layer a number above 0 or a list of one per KV head ({error!r})'

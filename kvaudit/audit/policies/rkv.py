@@ -39,10 +39,11 @@ class RKV(Evictor):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "weight", self.weight + 0.0)  # -0.0 is 0.0
-        if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0 or not 0 <= self.weight <= 1:
+        for field in ("window", "kernel"):
+            self._at_least(field, 1)
+        if self.kernel % 2 == 0 or not 0 <= self.weight <= 1:
             raise SpecError(
-                f"policy rkv: window={self.window}, kernel={self.kernel}, weight={self.weight}; "
-                "wanted window >= 1, an odd kernel, a weight in [0, 1]"
+                f"policy rkv: kernel={self.kernel}, weight={self.weight}; wanted an odd kernel, a weight in [0, 1]"
             )
 
     @property

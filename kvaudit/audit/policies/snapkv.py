@@ -39,7 +39,8 @@ class SnapKV(Evictor):
         super().__post_init__()
         if self.window < 1:
             raise SpecError(f"policy snapkv: window={self.window}, wanted at least 1 observing query")
-        if self.kernel < 1 or self.kernel % 2 == 0:
+        self._at_least("kernel", 1)
+        if self.kernel % 2 == 0:
             raise SpecError(f"policy snapkv: kernel={self.kernel}, wanted an odd number")
         self._one_of("pool", ("max", "avg"))
 

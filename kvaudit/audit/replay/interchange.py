@@ -80,21 +80,17 @@ class EventForm(Form):
     kept: list[list[list[Index]] | None]  # [layers][heads][entries], None for a layer from which nothing left
 
 
-class RolloutForm(Form):
-    """The base of a rollout's entry in a rollout file, with what JSON and safetensors files share."""
-
-    prompt_length: Length
-
-
-class TensorRollout(RolloutForm):
+class TensorRollout(Form):
     """A rollout's entry in the header of a safetensors file; its tensors are stored in the same file."""
 
+    prompt_length: Length
     selection: ChoiceUnits | None = None
 
 
-class JsonRollout(RolloutForm):
+class JsonRollout(Form):
     """A rollout's entry in a rollout file that is stored as JSON."""
 
+    prompt_length: Length
     ids: list[Index]
     sampled: list[tuple[Index, Index]] | None = None  # half-open spans
     logprobs: list[Nats]
@@ -152,7 +148,7 @@ def read_rollouts(path: Path) -> RecordedRollouts:
                 return _from_tensors(path, TensorFile.model_validate_json(metadata), file)
     except ValidationError as error:  # before ValueError, which it subclasses
         raise DataError(f"rollouts {str(path)!r}: {first_error(error)}") from None
-    except (SafetensorError, UnicodeDecodeError, ValueError) as error:
+    except (SafetensorError, ValueError) as error:
         raise DataError(f"rollouts {str(path)!r}: {error}") from None
     rollouts, policy = load_ledgers(path)
     return RecordedRollouts(str(path), tuple(rollouts), policy, policy_hash=json.loads(metadata).get("policy_hash"))

@@ -136,33 +136,35 @@ def suffix_logits(
     check_experts([rollout.experts for rollout in rollouts], model, reroute=reroute or not shadow)
     routed = shadow and not reroute and rollouts[0].experts is not None
     # the last token was drawn and predicts nothing
-    early, late = [slice(cut) for cut in cuts], [slice(cut, -1) for cut in cuts]
-    prompts, suffixes = _tokens(leaders, early[::group]), _tokens(rollouts, late)
+    in_prompt, in_suffix = [slice(cut) for cut in cuts], [slice(cut, -1) for cut in cuts]
+    prompts, suffixes = _tokens(leaders, in_prompt[::group]), _tokens(rollouts, in_suffix)
     starts = torch.tensor(cuts)
-    before = position_columns(starts[::group], torch.zeros_like(starts[::group]))
-    after = position_columns(torch.tensor([len(r.ids) - 1 for r in rollouts]) - starts, starts)
+    prompt_positions = position_columns(starts[::group], torch.zeros_like(starts[::group]))
+    suffix_positions = position_columns(torch.tensor([len(r.ids) - 1 for r in rollouts]) - starts, starts)
     prefix, longest = None, max(len(rollout.ids) for rollout in rollouts)
     if prompts.shape[1]:  # a prompt of one token has all its queries in the second pass
-        evicted_at = _ledger(leaders, early[::group], prompts.shape[1]) if shadow else None
-        at = upload(before, device)
-        codes = quantisation_times(leaders, at) if shadow else None  # the second pass counts strays of these keys too
-        if codes is not None and not codes.affects(at):  # most codes are made after the prefill
+        evicted_at = _ledger(leaders, in_prompt[::group], prompts.shape[1]) if shadow else None
+        queries = upload(prompt_positions, device)
+        # the second pass counts strays of these keys too
+        codes = quantisation_times(leaders, queries) if shadow else None
+        if codes is not None and not codes.affects(queries):  # most codes are made after the prefill
             codes = None
-        experts = _experts(leaders, early[::group], device) if routed else None
+        experts = _experts(leaders, in_prompt[::group], device) if routed else None
         choices = batch_choices([r.selection for r in leaders], longest, device) if shadow else None
         record: dict[str, Any] = {"codes": codes, "experts": experts, "choices": choices}
-        prefix = Replay(plans, before, before, evicted_at, **record, last=False, device=device)
+        prefix = Replay(plans, prompt_positions, prompt_positions, evicted_at, **record, last=False, device=device)
         run_forward(model, prompts, prefix, 1)  # for its keys and states; transformers makes one column of logits
-    keys = torch.cat([before.repeat_interleave(group, 0), after], 1)  # [B, columns of prompts and of suffixes]
+    # [B, columns of prompts and of suffixes]
+    keys = torch.cat([prompt_positions.repeat_interleave(group, 0), suffix_positions], 1)
     evicted_at, codes, choices = None, None, None
     if shadow:
         codes = quantisation_times(rollouts, upload(keys, device), strays)
-        parts = ((early, prompts.shape[1]), (late, suffixes.shape[1]))  # the columns of ``keys``
+        parts = ((in_prompt, prompts.shape[1]), (in_suffix, suffixes.shape[1]))  # the columns of ``keys``
         evicted_at = torch.cat([_ledger(rollouts, slices, width) for slices, width in parts], 3)
         choices = batch_choices([r.selection for r in rollouts], longest, device)
-    experts = _experts(rollouts, late, device) if routed else None
+    experts = _experts(rollouts, in_suffix, device) if routed else None
     record = {"codes": codes, "experts": experts, "choices": choices}
-    replay = Replay(plans, after, keys, evicted_at, **record, prefix=prefix, group=group, device=device)
+    replay = Replay(plans, suffix_positions, keys, evicted_at, **record, prefix=prefix, group=group, device=device)
     return run_forward(model, suffixes, replay, logits_to_keep), replay.queries >= 0
 
 
@@ -225,10 +227,11 @@ def _same_choices(a: Selection | None, b: Selection | None, length: int) -> bool
 
     A missing record counts as no selection.
     """
-    early = [s.until(length) for s in (a, b) if s is not None]
-    made = [s for s in early if len(s.queries)]
-    if len(made) < 2:
-        return not made
-    return (made[0].unit, made[0].layers) == (made[1].unit, made[1].layers) and all(
-        torch.equal(getattr(made[0], name), getattr(made[1], name)) for name in ("queries", "chosen")
+    in_prompt = [s.until(length) for s in (a, b) if s is not None]
+    selections = [s for s in in_prompt if len(s.queries)]
+    if len(selections) < 2:
+        return not selections
+    one, other = selections
+    return (one.unit, one.layers) == (other.unit, other.layers) and all(
+        torch.equal(getattr(one, name), getattr(other, name)) for name in ("queries", "chosen")
     )

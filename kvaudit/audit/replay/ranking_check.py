@@ -52,7 +52,7 @@ class ChoiceCount(NamedTuple):
 
 
 class RankingAgreement(NamedTuple):
-    """The ``share`` of the recorded evicted entries that the policy evicts again when it ranks anew, over all rollouts.
+    """The ``share`` of the recorded evicted entries that the policy evicts when it ranks again, over all rollouts.
 
     ``lowest`` is the smallest such share in one rollout, number ``rollout``; the check passes if ``lowest`` is at least
     ``required``. In a two-byte dtype, a rollout with at most ``_ALLOWED_FLIPS`` different choices counts as a share of
@@ -122,18 +122,18 @@ class Reranking(Replay):
     def __init__(
         self,
         plans: Sequence[LayerPlan],
-        at: Tensor,
+        positions: Tensor,
         rollout: Rollout,
         steps: Sequence[ForwardStep],
         rotary: Rotary | None,
     ) -> None:
-        tokens = at.shape[1]
-        evicted_at = rollout.evicted_at[None, :, :, :tokens].to(at.device)  # [1, L, H, T]
-        experts = None if rollout.experts is None else rollout.experts[None, :tokens].to(at.device)
+        tokens, device = positions.shape[1], positions.device  # positions [1, T]
+        evicted_at = rollout.evicted_at[None, :, :, :tokens].to(device)  # [1, L, H, T]
+        experts = None if rollout.experts is None else rollout.experts[None, :tokens].to(device)
         # one token more than was fed: the last one drawn
-        choices = batch_choices([rollout.selection], tokens + 1, at.device)
-        codes = quantisation_times([rollout], at)
-        super().__init__(plans, at, at, evicted_at, codes=codes, experts=experts, choices=choices)
+        choices = batch_choices([rollout.selection], tokens + 1, device)
+        codes = quantisation_times([rollout], positions)
+        super().__init__(plans, positions, positions, evicted_at, codes=codes, experts=experts, choices=choices)
         self._rollout, self._steps, self._rotary = rollout, steps, rotary
         self._pending: list[list[_Ranking]] = []  # of layers that wait for the others to agree
         self._last_governed = max(layer for layer, plan in enumerate(plans) if plan.is_governed)
@@ -164,10 +164,10 @@ class Reranking(Replay):
         # every query has its own copy of the keys
         most = max(1, _MAX_ELEMENTS // (call.key[0, :, : int(queries.max()) + 1].numel()))
         for index in torch.split(torch.arange(len(queries), device=queries.device), most):
-            at = queries[index].long()
-            repeated = selector.choose(layer.selection_view(at, self._rollout))  # [n, A, k]
+            batch = queries[index].long()
+            repeated = selector.choose(layer.selection_view(batch, self._rollout))  # [n, A, k]
             # [n, A, k] and [n, 1, 1]
-            units, query_unit = recorded[:, index].transpose(0, 1), (at // selector.unit)[:, None, None]
+            units, query_unit = recorded[:, index].transpose(0, 1), (batch // selector.unit)[:, None, None]
             has_choice = (units >= 0).sum(-1, keepdim=True) <= query_unit  # chose fewer units than exist
             counted = (units >= 0) & (units != query_unit) & has_choice
             is_repeated = (units[..., None] == repeated[..., None, :]).any(-1)  # [n, A, k]
@@ -249,7 +249,7 @@ class RecordedLayer:
     """
 
     call: AttentionCall
-    at: Tensor  # [1, T]
+    positions: Tensor  # [1, T]
     evicted_at: Tensor  # [1, H, T]
     decoded: tuple[Tensor, Tensor] | None
     codes: QuantisationTimes | None
@@ -320,11 +320,11 @@ class RecordedLayer:
         """
         seen = times[:, None, None]
         # entries that leave at this very query are still held: the policy chose among them
-        is_held = (self.at[:, None] < seen) & (self.evicted_at >= seen)  # [E, H, T]
+        is_held = (self.positions[:, None] < seen) & (self.evicted_at >= seen)  # [E, H, T]
         counts = is_held.sum(2, keepdim=True)  # [E, H, 1]
         # stable: held entries come first, in order of position
         order = is_held.int().sort(dim=2, descending=True, stable=True).indices[:, :, : int(counts.max())]
-        return torch.where(self.at[:, None, : order.shape[2]] < counts, order, -1)
+        return torch.where(self.positions[:, None, : order.shape[2]] < counts, order, -1)
 
     def entries(self, positions: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values at ``positions`` [E, H, K], as they were before E evictions: [E, H, K, D] each.
@@ -354,7 +354,12 @@ class RecordedLayer:
             slots = self.slots(time)
             keys, _ = self.entries(slots, time)
             mass = attention_mass(
-                self.call.query[:, :, fed], self.at[:, fed], keys, slots, self.call.scaling, self.call.sink_logits
+                self.call.query[:, :, fed],
+                self.positions[:, fed],
+                keys,
+                slots,
+                self.call.scaling,
+                self.call.sink_logits,
             )
             total.scatter_add_(2, slots.clamp(min=0), mass)
             start = seen
@@ -368,7 +373,7 @@ class RecordedLayer:
         """
         start = 0
         for seen in due:
-            sums.add(self.call.query[:, :, start:seen], self.at[:, start:seen])
+            sums.add(self.call.query[:, :, start:seen], self.positions[:, start:seen])
             start = seen
             yield sums.of(slice(None))
 

@@ -102,12 +102,14 @@ def _choice_fault(rollout: Rollout, heads: int) -> str | None:
     if (lists := selection.chosen.shape[1]) not in (1, rollout.evicted_at.shape[1], heads):
         return f"has choices of {lists} heads, wanted 1, {rollout.evicted_at.shape[1]} or {heads}"
     if rollout.codec:
-        return "has queries that choose among quantised keys, which cannot be replayed"
-    return "has a query that chose only evicted entries" if attends_to_nothing(selection, rollout.evicted_at) else None
+        return "has queries that select among quantised keys, which cannot be replayed"
+    return (
+        "has a query that selected only evicted entries" if attends_to_nothing(selection, rollout.evicted_at) else None
+    )
 
 
 def _expert_fault(experts: Tensor, tokens: int) -> str | None:
-    if experts.dtype != torch.int16 or experts.dim() != 3 or len(experts) != tokens:
+    if experts.dtype != torch.int16 or experts.dim() != 3 or len(experts) != tokens or 0 in experts.shape:
         return f"has experts of shape {tuple(experts.shape)}, {experts.dtype}, for {tokens} tokens"
     ordered = experts[:-1].sort(-1).values  # the last token may never have been fed
     if bool((ordered < 0).any()) or bool((ordered[..., 1:] == ordered[..., :-1]).any()):
@@ -238,18 +240,24 @@ def selection_breach(rollout: Rollout, policy: Policy, plans: Sequence[LayerPlan
     """
     selector, selection = selector_of(policy), rollout.selection
     if selector is None:
-        return None if selection is None else "queries chose what they attend to, the policy has them see everything"
+        return (
+            None
+            if selection is None
+            else "queries selected what they attend to, under the policy they attend to everything"
+        )
     layers = [n for n, plan in enumerate(plans) if plan.is_governed and plan.selector is not None]
     due = [seen - 1 for seen, decoding in forward_steps(rollout, policy.chunk) if decoding] if layers else []
     if selection is None or not len(selection.queries):
-        return f"query {due[0]} attends to everything; it was drawn, so it must choose" if due else None
+        return f"query {due[0]} attends to everything, under the policy it selects" if due else None
     if (selection.unit, list(selection.layers)) != (selector.unit, layers):
         return (
-            f"layers {list(selection.layers)} choose {selection.unit} entries at once, the policy has layers {layers} "
-            f"choose {selector.unit} at once"
+            f"layers {list(selection.layers)} select units of {selection.unit} entries, under the policy layers "
+            f"{layers} select units of {selector.unit}"
         )
-    if odd := sorted({*due} ^ {*selection.queries.tolist()}):
-        return f"query {odd[0]} {'attends to everything' if odd[0] in due else 'chooses'}, unlike under the policy"
+    if differing := sorted({*due} ^ {*selection.queries.tolist()}):
+        acts = ("attends to everything", "selects")
+        is_act, due_act = acts if differing[0] in due else acts[::-1]
+        return f"query {differing[0]} {is_act}, under the policy it {due_act}"
     counts = (selection.chosen >= 0).sum(-1)
     expected = torch.tensor([selector.units_at(query + 1) for query in due])
     wrong = (counts != expected).nonzero()
@@ -257,8 +265,8 @@ def selection_breach(rollout: Rollout, policy: Policy, plans: Sequence[LayerPlan
         return None
     slot, head, place = wrong[0].tolist()
     return (
-        f"layer {layers[slot]}, head {head}: query {due[place]} chooses {int(counts[slot, head, place])} units, "
-        f"due are {int(expected[place])}"
+        f"layer {layers[slot]}, head {head}: query {due[place]} selects {int(counts[slot, head, place])} units, "
+        f"the policy {int(expected[place])}"
     )
 
 
@@ -271,11 +279,14 @@ def _protection_fault(evicted_at: Tensor, policy: Evictor) -> str | None:
         return None
     age = evicted_at - torch.arange(evicted_at.shape[1])  # queries that saw the entry
     if bool((evicted_at[:, : policy.sink] < NEVER).any()):
-        return f"one of the first {policy.sink} entries left, the policy keeps them"
-    early = ((evicted_at < NEVER) & (age <= policy.window)).nonzero()  # an eviction protects positions >= seen - window
-    if len(early):
-        head, entry = early[0].tolist()
-        return f"entry {entry} left at query {int(evicted_at[head, entry])}, inside the last {policy.window} that stay"
+        return f"one of the first {policy.sink} entries was evicted, the policy protects them"
+    # an eviction protects positions >= seen - window
+    too_early = ((evicted_at < NEVER) & (age <= policy.window)).nonzero()
+    if len(too_early):
+        head, entry = too_early[0].tolist()
+        return (
+            f"entry {entry} was evicted at query {int(evicted_at[head, entry])}, the last {policy.window} are protected"
+        )
     return None
 
 

@@ -73,7 +73,7 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
         _require_no_noise(model)
         _check_text(ledger, ids.cpu(), positions)
         use_attention(model)
-        at = positions.to(ids.device)  # [B, columns]
+        on_device = positions.to(ids.device)  # [B, columns]
         codes = _quantisation_times(ledger, positions, ids.device)
         experts = None
         if ledger.experts is not None and not reroute:
@@ -82,10 +82,10 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
         evicted_at = times.permute(0, 2, 3, 1).contiguous().to(ids.device)
         # one more than the ledger holds: the last drawn token is in the text and never entered a cache
         choices = batch_choices(ledger.selections or [], ledger.evicted_at.shape[-1] + 1, ids.device)
-        context = Replay(plans, at, at, evicted_at, codes=codes, experts=experts, choices=choices)
+        context = Replay(plans, on_device, on_device, evicted_at, codes=codes, experts=experts, choices=choices)
         options = {"kv": context, "attention_mask": None, "use_cache": False}
         # positional arguments are now passed by name
-        return (), call | options | {"position_ids": at.clamp(min=0)}
+        return (), call | options | {"position_ids": on_device.clamp(min=0)}
 
     def require_replay(_: Any, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not isinstance(kwargs.get("kv"), Replay):

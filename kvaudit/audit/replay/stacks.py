@@ -155,7 +155,7 @@ class VerlLine(StackLine):
 
         mask, advantage, logprobs = map(response, ("response_mask", "advantages", "rollout_log_probs"))
         # the sum over tokens; padding scores 0
-        reward = None if self.token_level_scores is None else sum(self.token_level_scores)
+        reward = None if self.token_level_scores is None else _reward(sum(self.token_level_scores))
         yield RolloutLists(prompt + response("responses"), len(prompt), logprobs, mask, advantage, reward, self.uid)
 
 
@@ -255,7 +255,11 @@ class ArealLine(StackLine):
     rewards: BoundedNumber | None = None
 
     def rollouts(self) -> Iterator[RolloutLists]:
-        end = len(self.input_ids) if self.attention_mask is None else sum(self.attention_mask)
+        mask = [1] * len(self.input_ids) if self.attention_mask is None else self.attention_mask
+        _require_length("attention_mask", mask, len(self.input_ids), "tokens")
+        end = sum(mask)
+        if 0 in mask[:end]:
+            raise ValueError("has padding before its last token in attention_mask; pad on the right")
         lists: dict[str, list[Any]] = {"loss_mask": self.loss_mask, "logprobs": self.logprobs}
         yield _split_prompt(self.input_ids, lists, end, self.rewards)
 
@@ -359,7 +363,9 @@ def _samples(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _to_list(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) else value
+    """Return a dense tensor as a list, anything else (a sparse tensor too) unchanged."""
+    is_dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+    return value.tolist() if is_dense else value
 
 
 def _rollouts(place: str, value: Any, undrawn: list[str]) -> Iterator[ImportedRollout]:
@@ -400,6 +406,8 @@ def _split_prompt(ids: list[int], lists: Mapping[str, list[Any]], end: int, rewa
     """
     for name, values in lists.items():
         _require_length(name, values, len(ids), "tokens")
+    if end > len(ids):
+        raise ValueError(f"has {len(ids)} tokens, and says that it has {end}")
     mask, logprobs, *advantages = lists.values()
     start = mask.index(1) if 1 in mask else end - 1
     advantage = advantages[0][start:end] if advantages else None

@@ -19,7 +19,7 @@ from kvaudit.audit.cache.attention import AttentionCall, query_blocks, require_s
 from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, Cast, EngineStore
 from kvaudit.audit.cache.layers import layer_plans
 from kvaudit.audit.cache.ledger import Rollout
-from kvaudit.audit.cache.tensors import upload
+from kvaudit.audit.cache.tensors import gather_columns, upload
 from kvaudit.audit.policies import Dense, softmax
 from kvaudit.audit.replay.attention import position_columns, run_forward
 from kvaudit.core.errors import DataError, RunError
@@ -170,7 +170,7 @@ class StoredReplay:
         ``keys`` are the learner's and the engine's, [B, H, K, D] each.
         """
         places, has_key = self._key_columns, self._has_key
-        exact, engine, values = (_gather_columns(x, places) for x in (*keys, value))  # [B, H, n * BLOCK, D]
+        exact, engine, values = (gather_columns(x, places) for x in (*keys, value))  # [B, H, n * BLOCK, D]
         positions = torch.arange(places.shape[1], device=places.device)
         visible = has_key[:, None] & (positions <= self.queries[..., None])  # [B, Q, n * BLOCK]
         blocks, present = _in_blocks(engine, 2), _in_blocks(has_key, 1)  # [B, H, n, BLOCK, D] and [B, n, BLOCK]
@@ -191,7 +191,7 @@ class StoredReplay:
     ) -> tuple[Tensor, Tensor]:
         """Return, for each query, the keys of the block that it is in, and the position at which that block begins.
 
-        Keys are [B, H, Q, BLOCK, D], positions [B, Q]. The engine quantises a block anew whenever a key joins it, so
+        Keys are [B, H, Q, BLOCK, D], positions [B, Q]. The engine quantises a block again whenever a key joins it, so
         each query of a block reads the same keys with other rounding errors. ``blocks`` are the exact keys of the
         learner and of the engine, [B, H, n, BLOCK, D]. A query in the prompt reads the block as the prefill left it
         (``prefilled``, [B, H, n, BLOCK, D]). A later query reads it as it was at that query: ``tail``, for the blocks
@@ -272,21 +272,16 @@ def _engine_spans(
         return None
     assert len(written) == len(rollouts), "some rollouts of a batch have what the engine wrote, others have not"
     width = max(end - start for start, end in spans)
-    both = []
+    keys_values = []
     for part in (0, 1):
         rows = [pair[part][:, :, start:end] for pair, (start, end) in zip(written, spans, strict=True)]
-        both.append(upload(torch.stack([pad(row, (0, 0, 0, width - row.shape[2])) for row in rows]), device))
-    return both[0], both[1]
+        keys_values.append(upload(torch.stack([pad(row, (0, 0, 0, width - row.shape[2])) for row in rows]), device))
+    return keys_values[0], keys_values[1]
 
 
 def _in_blocks(x: Tensor, dim: int) -> Tensor:
     """Split dimension ``dim`` of n * BLOCK entries into [n, BLOCK]."""
     return x.reshape(*x.shape[:dim], -1, BLOCK, *x.shape[dim + 1 :])
-
-
-def _gather_columns(x: Tensor, columns: Tensor) -> Tensor:
-    """Return the entries of ``x`` [B, H, K, D] at the indices ``columns`` [B, n] along K: [B, H, n, D]."""
-    return x.gather(2, columns[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 def _count_layers(model: Any) -> int:

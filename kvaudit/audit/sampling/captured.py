@@ -59,7 +59,7 @@ def _can_compile(device: torch.device) -> bool:
     """Return whether torch.compile, which needs triton and a C compiler, works here; print a note if not."""
     try:
         torch.compile(torch.sin)(torch.ones(8, device=device))
-    except Exception as error:  # whatever compilers raise
+    except Exception as error:  # compilers can raise anything
         line = str(error).strip().partition("\n")[0]
         note_once(f"layers are not fused by torch.compile ({line}); decode steps are slower")
         return False
@@ -225,7 +225,7 @@ class StepRunner:
 
     def _note_missing_replays(self, room: int) -> None:
         """Count a step that was not replayed from a CUDA graph; print a note once after many such steps in a row."""
-        if self._mode == "fixed" or room < FEWEST_STEPS:  # nothing is captured, whatever stays the same
+        if self._mode == "fixed" or room < FEWEST_STEPS:  # nothing would be captured in any case
             return
         self._since_replay += 1
         if self._since_replay == _UNREPLAYED_STEPS:
@@ -265,7 +265,7 @@ _fused_forwards: dict[type, Callable[..., Any]] = {}
 
 
 def _has_own_forward(layer: Any) -> bool:
-    """Return whether a layer runs the forward of its class, not one that somebody has put in its place.
+    """Return whether a layer runs the forward of its class, and not a replacement.
 
     A forward that is wrapped for gradient checkpointing counts as that of the class.
     """

@@ -564,7 +564,7 @@ def _between(frame: str, numbers: Iterable[int]) -> list[str]:
 
 def _roles(starts: Sequence[int], stretches: Iterable[_Stretch]) -> tuple[str, ...]:
     """Return the role of every token: that of the stretch in which its first character lies, else "format"."""
-    ordered = sorted(stretches)
+    ordered = sorted(stretches, key=lambda stretch: (stretch.start, stretch.end))
     roles, n = [], 0
     for start in starts:
         while n < len(ordered) and ordered[n].end <= start:

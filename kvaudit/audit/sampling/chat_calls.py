@@ -215,7 +215,7 @@ def _check_length(completion: ChatCompletion, finish: Finish, new_tokens: int | 
     The answer may be far longer than the request's limit, or be cut off well below it. Thoughts may exceed the limit.
     """
     most = max(limit, new_tokens or 0)
-    if len(completion.text) > (most + _SPARE) * _LONGEST_TOKEN:  # whatever it claims
+    if len(completion.text) > (most + _SPARE) * _LONGEST_TOKEN:  # regardless of the count that it reports
         raise _broken(f"it wrote {len(completion.text)} characters where at most {most} tokens were asked for")
     if new_tokens is None:
         return

@@ -141,14 +141,14 @@ def check_comparable(name_or_path: str, base: LoadedModel) -> None:
     _check_prompts(name_or_path, base)
 
 
-def holds_same_weights(one: Path, other: Path) -> bool:
+def holds_same_weights(folder: Path, other: Path) -> bool:
     """Return whether two folders hold the same weights, or the same adapter; different ones are not read to the end."""
-    if one.samefile(other):
+    if folder.samefile(other):
         return True
-    files, others = _identifying_files(one), _identifying_files(other)
-    if [path.name for path in files] != [path.name for path in others]:
+    files, other_files = _identifying_files(folder), _identifying_files(other)
+    if [path.name for path in files] != [path.name for path in other_files]:
         return False
-    return all(filecmp.cmp(*pair, shallow=False) for pair in zip(files, others, strict=True))
+    return all(filecmp.cmp(*pair, shallow=False) for pair in zip(files, other_files, strict=True))
 
 
 def _identifying_files(folder: Path) -> list[Path]:
@@ -164,11 +164,10 @@ def is_adapter(folder: Path) -> bool:
 
 
 def _check_prompts(name_or_path: str, base: LoadedModel) -> None:
-    theirs = load_chat(name_or_path).tokenizer
-    ours = base.chat.tokenizer
+    tokenizer, base_tokenizer = load_chat(name_or_path).tokenizer, base.chat.tokenizer
     for component, differs in (
-        ("vocabulary", theirs.get_vocab() != ours.get_vocab()),
-        ("chat template", str(theirs.get_chat_template()) != str(ours.get_chat_template())),
+        ("vocabulary", tokenizer.get_vocab() != base_tokenizer.get_vocab()),
+        ("chat template", str(tokenizer.get_chat_template()) != str(base_tokenizer.get_chat_template())),
     ):
         if differs:
             raise DataError(
@@ -201,7 +200,10 @@ def _check_base(folder: Path, name: str, base: LoadedModel) -> None:
 
 
 def _last_part(name: str) -> str:
-    """Return qwen2-0.5b for models--Qwen--Qwen2-0.5B/snapshots/0a1b, Qwen/Qwen2-0.5B or models/Qwen2-0.5B."""
+    """Return the last part of a model's name in lower case.
+
+    It is qwen2-0.5b for models--Qwen--Qwen2-0.5B/snapshots/0a1b, Qwen/Qwen2-0.5B and models/Qwen2-0.5B.
+    """
     cached = _CACHED.search(name)
     return (cached[1] if cached else re.split(r"[/\\]", name.rstrip("/\\"))[-1]).casefold()
 
@@ -245,11 +247,12 @@ def _check_all_placed(folder: Path, name: str, without_place: Collection[str]) -
     differ in peft's name of the adapter alone, peft loads one.
     """
     stored = [header.name for header in headers([folder / ADAPTER_WEIGHTS])]
-    plain = [_ADAPTER_NAME.sub("", tensor) for tensor in stored]
-    if lost := sorted(without_place) or [tensor for tensor in stored if plain.count(_ADAPTER_NAME.sub("", tensor)) > 1]:
+    places = [_ADAPTER_NAME.sub("", tensor) for tensor in stored]
+    doubled = [tensor for tensor, place in zip(stored, places, strict=True) if places.count(place) > 1]
+    if unused := sorted(without_place) or doubled:
         raise DataError(
-            f"adapter {name!r}: {len(lost)} of the {len(stored)} tensors in its {ADAPTER_WEIGHTS} have no place of "
-            f"their own in the adapted model ({join_names(lost, 2)}), wanted one for each; correct {ADAPTER_CONFIG} "
+            f"adapter {name!r}: {len(unused)} of the {len(stored)} tensors in its {ADAPTER_WEIGHTS} have no place of "
+            f"their own in the adapted model ({join_names(unused, 2)}), wanted one for each; correct {ADAPTER_CONFIG} "
             "(target_modules, layers_to_transform, use_dora), or merge the adapter and give the whole model"
         )
 

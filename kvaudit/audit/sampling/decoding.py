@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ class Decoding:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1 or self.temperature < 0 or not 0 < self.top_p <= 1:
+        if self.max_new_tokens < 1 or not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1:
             raise SpecError(
                 f"decoding {self}: expected max_new_tokens >= 1, temperature >= 0 (0 is greedy), 0 < top_p <= 1"
             )

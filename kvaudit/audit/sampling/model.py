@@ -41,7 +41,7 @@ from kvaudit.core.endpoint import check_no_address
 from kvaudit.core.errors import AuditError, DataError, RunError
 from kvaudit.core.files import plain_files
 from kvaudit.core.provenance import listed_files
-from kvaudit.core.spec import EMBEDDED as EMBEDDED  # noqa: PLC0414  others import it from here
+from kvaudit.core.spec import EMBEDDED as EMBEDDED  # noqa: PLC0414  imported from here by other modules
 from kvaudit.core.text import install_command, short_repr
 
 DtypeName = Literal["float32", "bfloat16", "auto"]

@@ -177,23 +177,24 @@ def _check_left_out(name: str, model: Any, keys: Iterable[str], shapes: Mapping[
     """
     prefix = f"{model.base_model_prefix}."
     modules, buffers = dict(model.named_modules()), {buffer for buffer, _ in model.named_buffers()}
-    acting, idle = [], set()
+    needed, absent_modules = [], set()
     for key in sorted(keys):
         forms = (key, prefix + key, key.removeprefix(prefix))
         is_mask = _MASK.search(key) and len(shapes.get(key, (1,))) in (0, 4)
         if is_mask or buffers.intersection(forms):  # the model computes these itself
             continue
         if any(_changes(form, modules) for form in forms):
-            acting.append(key)
+            needed.append(key)
         else:
-            idle.add(_absent_module(key, modules))
-    if acting:
+            absent_modules.add(_absent_module(key, modules))
+    if needed:
         raise DataError(
-            f"model {name!r}: its config has no place for {acting[0]}{_more(acting)}, without which the model computes "
+            f"model {name!r}: its config has no place for {needed[0]}{_more(needed)}, without which the model computes "
             "something else; merge adapters into the weights, or copy config and weights from one model"
         )
-    if idle:
-        note_once(f"model {name!r}: not loaded, because the model has no such module: {join_names(sorted(idle), 5)}")
+    if absent_modules:
+        names = join_names(sorted(absent_modules), 5)
+        note_once(f"model {name!r}: not loaded, because the model has no such module: {names}")
 
 
 def _changes(key: str, modules: Mapping[str, Any]) -> bool:
@@ -353,9 +354,9 @@ def check_gguf_biases(name: str, tensors: Iterable[str], model: Any) -> None:
     ``tensors`` are the names in the file. Biases of experts are left out, since a model holds several as one.
     """
     stored = [tensor for tensor in tensors if _BIAS.search(tensor)]
-    held = sum(key.endswith(".bias") for key in model.state_dict())
-    if len(stored) > held:
+    loaded = sum(key.endswith(".bias") for key in model.state_dict())
+    if len(stored) > loaded:
         raise DataError(
-            f"model {name!r} has {len(stored)} biases, such as {stored[0]}, transformers loads {held}; give the model "
-            "as a folder in Hugging Face format"
+            f"model {name!r} has {len(stored)} biases, such as {stored[0]}, transformers loads {loaded}; give the "
+            "model as a folder in Hugging Face format"
         )
