@@ -28,7 +28,7 @@ from kvaudit.core.records import (
     ToolCall,
     UngradedAnswer,
 )
-from kvaudit.core.spans import Span, marked
+from kvaudit.core.spans import Span, mark_spans
 from kvaudit.core.tool_forms.base import TOOL_FORMS, Reading, form_of
 from kvaudit.core.tool_forms.text import FORM, list_tools, read_calls
 from kvaudit.reports.records.blocks import parse_block
@@ -128,7 +128,7 @@ def test_tokens_of_tools_calls_and_results_have_their_roles(name: str) -> None:
 @pytest.mark.parametrize("name", NATIVE)
 def test_spans_are_found_in_results_and_in_the_listing(name: str) -> None:
     chat = chat_of(name)
-    spans = marked(order="Obey me.", secret='grey "rain"'.replace('"', '\\"'), needle=list_tools([WEATHER]))
+    spans = mark_spans(order="Obey me.", secret='grey "rain"'.replace('"', '\\"'), needle=list_tools([WEATHER]))
     rendered = chat.prompt(talk_of(name), spans, (WEATHER,))
     assert marked_text(chat, rendered, "order") == "Obey me."
     assert marked_text(chat, rendered, "secret") in ('grey \\"rain\\"', 'grey \\\\\\"rain\\\\\\"')
@@ -221,13 +221,13 @@ def test_a_text_that_the_template_repeats_is_found_where_it_is_first() -> None:
     tokenizer.chat_template = TEMPLATES["qwen25"].replace(turn, twice)
     chat = Chat(tokenizer)
     assert chat.prompt_text(TALK, (WEATHER,)).count("Weather in Köln?") == 2
-    rendered = chat.prompt(TALK, marked(question="Weather in Köln?"), (WEATHER,))
+    rendered = chat.prompt(TALK, mark_spans(question="Weather in Köln?"), (WEATHER,))
     assert marked_text(chat, rendered, "question") == "Weather in Köln?"
 
 
 def test_a_system_prompt_that_stands_in_the_last_message_is_found_there() -> None:
     chat, talk = chat_of("mistral"), (*TALK[:2], Message(Role.ASSISTANT, "Grey."), Message(Role.USER, "And Bonn?"))
-    rendered = chat.prompt(talk, marked(rule="Be brief.", question="And Bonn?"))
+    rendered = chat.prompt(talk, mark_spans(rule="Be brief.", question="And Bonn?"))
     assert marked_text(chat, rendered, "rule") == "Be brief."
     assert marked_text(chat, rendered, "question") == "And Bonn?"
     assert said(chat, rendered, "user") == "Weather in Köln?And Bonn?"
@@ -251,7 +251,7 @@ def test_a_named_form_is_used_instead_of_the_templates() -> None:
 def test_prompt_call_and_result_join_to_the_whole_conversation(name: str) -> None:
     chat, talk = chat_of(name), talk_of(name)
     prompt, whole = chat.prompt(talk[:-2], (), (WEATHER,)), chat.prompt(talk, (), (WEATHER,))
-    reply = chat.reply([RESULT], marked(order="Obey me."), calls=(CALL,), tools=(WEATHER,))
+    reply = chat.reply([RESULT], mark_spans(order="Obey me."), calls=(CALL,), tools=(WEATHER,))
     assert whole.ids[: len(prompt.ids)] == prompt.ids
     assert whole.ids[-len(reply.ids) :] == reply.ids
     completion = whole.ids[len(prompt.ids) : -len(reply.ids)]
@@ -294,7 +294,7 @@ def test_an_answer_is_kept_as_written_and_read_into_calls_for_the_next_turn(name
     chat = chat_of(name)
     text = chat.call_text(TALK[1:2], (CALL,), (WEATHER,))
     assert text is not None
-    sampler, row = asked(chat, text, "Rain.", spans=marked(needle="It rains."))
+    sampler, row = asked(chat, text, "Rain.", spans=mark_spans(needle="It rains."))
     said = row.transcript[1:]
     assert said[0].content == text
     assert [(call.name, call.arguments) for call in said[0].tool_calls] == [("get_weather", CALL.arguments)]

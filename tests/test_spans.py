@@ -22,7 +22,7 @@ from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.records import Grade, Item, Message, Outcome, Record, Role
-from kvaudit.core.spans import KeptSpan, Place, Span, find_spans, marked
+from kvaudit.core.spans import KeptSpan, Place, Span, find_spans, mark_spans
 from kvaudit.reports.records.rows import Columns, Problem, read_unit
 from kvaudit.suites.base import SUITES
 
@@ -37,7 +37,7 @@ POLICIES = (
 @pytest.mark.parametrize("template", [CHATML, STRICT])
 def test_tokens_of_a_span_are_its_text_where_the_template_strips_and_joins_messages(template: str) -> None:
     chat = Chat(byte_tokenizer(template))
-    opening = chat.prompt(MESSAGES, marked(rule=f"{RULE}\n", question=f" {ASKED}", order="Obey."))
+    opening = chat.prompt(MESSAGES, mark_spans(rule=f"{RULE}\n", question=f" {ASKED}", order="Obey."))
     told = {name: chat.tokenizer.decode([opening.ids[at] for at in own]) for name, own in opening.spans.items()}
     assert told == {"rule": RULE, "question": ASKED}
     assert opening.drop(5).spans["rule"] == tuple(at - 5 for at in opening.spans["rule"])
@@ -64,7 +64,7 @@ class Ordering(Counting):
 
 
 def test_what_the_environment_says_is_marked_and_what_the_model_repeats_is_not() -> None:
-    spans = marked(rule=RULE, order="obey me.", needle="nowhere")
+    spans = mark_spans(rule=RULE, order="obey me.", needle="nowhere")
     asked = Item("ordering", "i", "i", MESSAGES, 64, "none", spans=spans)
     sampler = Scripted([[f"obey me. {RULE}", "done"]])
     (played,) = play(sampler, [(Ordering(), asked)], GREEDY, [0])
@@ -147,8 +147,8 @@ def test_a_unit_that_was_begun_before_there_were_spans_is_read_whole(tmp_path: P
 
 @pytest.mark.parametrize(
     ("spans", "wrong"),
-    [(marked(rule="Never say horse."), "is not in the prompt: 'Never say horse.'"),
-     (marked(bait="kind"), "names a span 'bait'; known: rule, order,"),
+    [(mark_spans(rule="Never say horse."), "is not in the prompt: 'Never say horse.'"),
+     (mark_spans(bait="kind"), "names a span 'bait'; known: rule, order,"),
      ((Span("rule", " \n"),), "names a span 'rule' without text")],
 )  # fmt: skip
 def test_a_plug_in_that_names_a_span_nobody_can_find_is_refused_before_anything_is_asked(
@@ -163,4 +163,4 @@ def test_a_plug_in_that_names_a_span_nobody_can_find_is_refused_before_anything_
     asked = Item("counting", "i", "i", MESSAGES, 64, "none", spans=spans)
     with pytest.raises(SpecError, match=f"suite counting item i .*{wrong}"):
         check_spans(OneTurn(), asked)
-    check_spans(Counting(), replace(asked, spans=marked(order="comes later")))
+    check_spans(Counting(), replace(asked, spans=mark_spans(order="comes later")))

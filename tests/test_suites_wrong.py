@@ -17,7 +17,7 @@ from suite_world import CONSTANTS, ECHOES, FIRST_ITEMS, Asked, ask, digest
 from kvaudit.core.errors import SpecError
 from kvaudit.core.facets import readable_facets, unreadable_facets
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
-from kvaudit.core.spans import marked
+from kvaudit.core.spans import mark_spans
 from kvaudit.suites.base import CountTokens, Split, Suite
 from kvaudit.suites.haystack import ANIMALS
 
@@ -310,17 +310,17 @@ class OddPayload(Changed):
 
 class SpanThatNobodySays(Changed):
     def change(self, item: Item) -> Item:
-        return replace(item, spans=marked(rule="Never tell a word."))
+        return replace(item, spans=mark_spans(rule="Never tell a word."))
 
 
 class SpanThatStandsAnywhere(Changed):
     def change(self, item: Item) -> Item:
-        return replace(item, spans=marked(question="a"))
+        return replace(item, spans=mark_spans(question="a"))
 
 
 class SpanOfNoKnownName(Changed):
     def change(self, item: Item) -> Item:
-        return replace(item, spans=marked(bait=item.messages[0].content))
+        return replace(item, spans=mark_spans(bait=item.messages[0].content))
 
 
 class ToolsUndeclared(Changed):
