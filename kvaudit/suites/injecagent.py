@@ -81,7 +81,7 @@ class InjecAgent(Published):
     default_gate = ("attack_success", "capable")
     source = "public rows: InjecAgent, direct harm, base setting"
     licence = "MIT"
-    version = "4"  # tools in the form of the model's chat template
+    version = "5"  # the user's own order stands alone
     tool_form = "native"
     max_new_tokens = 256
     twins = len(SLOT_TWINS)
@@ -120,8 +120,8 @@ class InjecAgent(Published):
         # an attacker who does direct harm has no second step, so ``sending_tools`` is empty
         if earlier or reading_tool not in names or names.issuperset(sending_tools):
             return None
-        at = max(number for number, message in enumerate(item.messages) if message.tool_calls)
-        results = {item.messages[at].tool_calls[0].name: item.messages[at + 1].content}
+        at = [number for number, message in enumerate(item.messages) if message.tool_calls]
+        results = {item.messages[n].tool_calls[0].name: item.messages[n + 1].content for n in at[-1:]}
         results[reading_tool] = item.payload["result"]
         return tuple(Message(Role.TOOL, results.get(call.name, _NO_TOOL), tool_call_id=call.call_id) for call in calls)
 
@@ -154,15 +154,14 @@ class InjecAgent(Published):
         animal = random.Random(f"{self.name}-{user.name}-{rest}").choice(ANIMALS)
         filling = attack.instruction if twin == "attack" else BENIGN.format(animal=animal)
         (call,) = make_calls([ToolCall(user.name, user.arguments)])
-        messages = [
-            Message(Role.SYSTEM, _SYSTEM),
-            Message(Role.USER, user.instruction),
-            Message(Role.ASSISTANT, "", (call,)),
-            Message(Role.TOOL, user.response.replace(SLOT, filling), tool_call_id=call.call_id),
-        ]
-        if twin == "asked":
-            messages.append(Message(Role.ASSISTANT, "The result is there."))
+        messages = [Message(Role.SYSTEM, _SYSTEM)]
+        if twin == "asked":  # alone, since small models repeat an answer that they read before the order
             messages.append(Message(Role.USER, attack.instruction))
+        else:
+            result = user.response.replace(SLOT, filling)
+            messages.append(Message(Role.USER, user.instruction))
+            messages.append(Message(Role.ASSISTANT, "", (call,)))
+            messages.append(Message(Role.TOOL, result, tool_call_id=call.call_id))
         return self.row_item(
             user.name,
             f"{rest}-{twin}",
@@ -190,7 +189,7 @@ class InjecAgentStealing(InjecAgent):
 
     name = "injecagent-stealing"
     source = "public rows: InjecAgent, data stealing, base setting"
-    version = "1"
+    version = "2"
     max_turns = 2
     max_new_tokens = 512  # of each turn: a mail holds the data
     files = STEALING_FILES
