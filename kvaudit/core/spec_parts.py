@@ -122,9 +122,9 @@ def _plain(value: Any) -> Any:
 
 
 def canonical_policy(value: Any, names: PluginNames | None) -> Any:
-    """Return a policy's canonical text; with ``names`` None, its text as given.
+    """Return a policy's canonical text, by the plug-ins in ``names``.
 
-    With ``names`` None, a value that is neither text nor mapping is returned unchanged, for pydantic to refuse.
+    Without ``names`` text is returned as it is, a mapping as text, and anything else unchanged, for pydantic to refuse.
     """
     if names is not None:
         return names.policy(value)

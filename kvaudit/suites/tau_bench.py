@@ -30,8 +30,8 @@ _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list:
 class AgentTurn(NamedTuple):
     """An agent's turn in a conversation that reached its goal (reward 1): the messages before it, and its text.
 
-    The messages leave out the policy (the agent's instructions). ``calls`` are the agent's tool calls from this turn
-    until it next writes to the user; () if this turn is such a text.
+    The messages leave out the agent's instructions. ``calls`` are its tool calls from this turn until it next writes to
+    the user; empty if this turn itself is written to the user.
     """
 
     before: tuple[Message, ...]

@@ -380,8 +380,8 @@ class TailLayout:
     def freed(self, keys_done: Counts, values_done: Counts) -> int:
         """Return how many slots at the start of the tail (the last slots, with unquantised entries) can be freed.
 
-        A slot can be freed once its key and its value are quantised in every row. The quantised ones are those at
-        positions below ``keys_done`` and ``values_done``, the numbers of each row's quantised keys and values.
+        A slot can be freed once its key and its value are quantised in every row. In each row the first ``keys_done``
+        keys and the first ``values_done`` values are quantised.
         """
         if self._freed is None:
             assert self._positions is not None

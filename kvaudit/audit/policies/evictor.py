@@ -43,9 +43,9 @@ class Centres(NamedTuple):
 
 
 class Extremes(NamedTuple):
-    """The minimum and maximum of each channel over the keys of each run of positions (page): [B, H, U, D] each.
+    """The minimum and maximum of each channel over the keys of each page (a block of positions): [B, H, U, D] each.
 
-    U is at least the number of runs of the longest row; runs that a row has not reached hold arbitrary numbers.
+    U is at least the number of pages of the longest row; pages that a row has not reached hold arbitrary numbers.
     """
 
     low: Tensor

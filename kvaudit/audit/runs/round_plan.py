@@ -122,9 +122,10 @@ def next_round(
 ) -> dict[str, range] | str:
     """Return the rows of the next round by suite, or the reason why there is none.
 
-    ``looks`` are the earlier tests, with the rows asked before each. A shown loss ends all rounds. The time limit
-    ``minutes`` counts only once some suite has ``first`` rows. A suite that is still undecided after its planned rows
-    gets more while time and rows are left; its test then is the betting test, whose bounds hold at every look.
+    ``looks`` are the earlier tests, with the rows asked before each. A loss that is shown ends all rounds. So does the
+    time limit ``minutes``, but not before some suite has ``first`` rows. A suite that is undecided after its planned
+    looks gets more rows while time is left, and is then decided by the betting test, which may be made at any number of
+    looks. ``pilot`` is the number of rows that were asked before the first round.
     """
     rows_asked = {suite: 0 for suite in plan.items} | dict(table_of(looks[-1], "items") if looks else {})
     statuses: Mapping[str, str] = table_of(looks[-1], "words") if looks else {}

@@ -214,7 +214,7 @@ def read_dockerfile(text: str, sheet: Sheet) -> list[HereDocument]:
 
 
 def read_words(words: Sequence[Word], sheet: Sheet) -> None:
-    """Add to ``sheet`` the settings in a list of arguments, as in container files and ``subprocess`` calls."""
+    """Add to ``sheet`` the engine settings in a list of arguments, as in container files and ``subprocess`` calls."""
     _read_command(ShellCommand(list(words)), {}, sheet, 0)
 
 

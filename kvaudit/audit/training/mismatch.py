@@ -36,12 +36,12 @@ class MismatchPanel:
     kl              mean of -log rho, estimates KL(sampler || learner) in nats
     k3_kl           mean of rho - log rho - 1, the same with less variance and at least 0; also for each third of a
                     rollout and each sign of the advantage
-    chi2_token      mean of rho^2 - 1; chi2_seq the same with the product of a rollout's ratios
+    chi2_token      mean of rho^2 - 1; chi2_seq the same with rho multiplied over each rollout
     ess             (sum rho)^2 / (n sum rho^2), in (0, 1]; ess_clamped with min(rho, 2)
-    overlap_mean    mean of min(1, rho), whose expectation is 1 - TV; overlap_p5 its 5th percentile over tokens, to
-                    1e-6 for more than a million tokens
+    overlap_mean    mean of min(1, rho), whose expectation is 1 - TV; overlap_p5 its 5th percentile over tokens (for
+                    more than a million tokens approximate, within 1e-6)
     max_abs_gap     the largest |log sampler - log learner|; max_abs_log_ratio the same after the clamp
-    frac_ratio_*    tokens with rho below 1e-4, and above 2, where TIS truncates
+    frac_ratio_*    share of tokens with rho below 1e-4, and above 2, where truncated importance sampling cuts
     frac_sequences_vetoed   rollouts with a token below 1e-4, which Sparse-RL rejects (2601.10079, released config)
     """
 

@@ -109,10 +109,11 @@ def extract_section(card: str, name: str) -> str:
 
 
 def _span(card: str, name: str) -> tuple[int, int] | None:
-    """Return start and end of the section ``name`` in the text of a card, None if no marks enclose it.
+    """Return start and end of a section of a model card, which a begin and an end comment named ``name`` enclose.
 
-    The end includes a line break, so that inserting twice changes nothing. Marks in a block of code are an example and
-    do not count. Raises DataError for marks that do not pair.
+    None if the card has no such comments; those in a block of code are an example and do not count. The end includes
+    the line break, so that replacing a section by itself leaves the card as it was. Raises DataError for comments that
+    do not pair.
     """
     card = _FENCED.sub(lambda block: " " * len(block[0]), card)
     begins, ends = card.count(BEGIN), card.count(END)

@@ -97,10 +97,10 @@ def _flip_line(flip: Example) -> str:
 
 
 def _cells_shown(findings: Findings) -> list[Decision]:
-    """Return the gated cells, the worst first.
+    """Return the gated decisions to print, the worst first.
 
-    If facets (yes-or-no properties of answers) of a suite are gated, the cell of the suite's score is shown only if it
-    fails.
+    A suite with gated facets (yes-or-no properties of answers) has a decision for each facet and one for its score; the
+    latter is printed only if it fails.
     """
     sides, gated = findings.comparison, findings.verdict.gated
     facet_suites = {suite_of(d.suite) for d in gated if d.suite in sides.facets}

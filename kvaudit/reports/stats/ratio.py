@@ -109,7 +109,10 @@ def ess_scores(e: Events, theta: Array | float) -> Array:
 
 
 def _design_effects(e: Events, theta: Array | float) -> Array:
-    """Return the design effects [...] of candidate - theta * reference: CR3 variance over that of independent items."""
+    """Return the design effects [...] of candidate - theta * reference.
+
+    These are its variance with clusters (CR3), divided by the variance that independent items would have.
+    """
     n, times = float(e.counts.sum()), np.asarray(theta, dtype=np.float64)
     totals = e.candidate - times[..., None] * e.reference  # [..., C]
     mean = totals.sum(axis=-1) / n

@@ -141,9 +141,9 @@ def cleared(passes: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
 
 
 class SuiteTotals(NamedTuple):
-    """The contribution of one suite to a weighted sum of suites: ``weight`` times its mean per item, sums over counts.
+    """The contribution of one suite to a weighted sum of suites: ``weight`` * total of ``sums`` / total of ``counts``.
 
-    ``sums`` and ``counts`` are by template.
+    Both have one number for each template: the sum of its items' values, and how many items it has.
     """
 
     weight: float

@@ -228,7 +228,7 @@ def _share(flipped: Array, observed: Array, exact: bool) -> Array:
 
 
 def _ratio(mean: Array, variance: Array, scale: Array) -> Array:
-    """Return mean / sqrt(variance), infinite where the variance is only rounding error."""
+    """Return mean / sqrt(variance), infinite where the variance is only rounding error beside ``scale``."""
     flat = variance <= 1e-12 * scale
     t = mean / np.sqrt(np.where(flat, 1.0, variance))
     return np.where(flat, np.copysign(np.where(mean == 0, 0.0, np.inf), mean), t)

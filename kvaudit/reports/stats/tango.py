@@ -213,12 +213,12 @@ def deff_floor(values: npt.NDArray[np.floating], samples: int, *, graded: bool =
 
 
 def deff_floors(values: npt.NDArray[np.floating], samples: int, *, graded: bool = False) -> Array:
-    """Return the least design effect that the interval of each sample [..., N] assumes.
+    """Return the least design effect that an interval may assume, for each set of N item means in ``values`` [..., N].
 
-    It is 1 for one draw per item. For k draws it is 1/k, but 1 if all draws of an item agree everywhere, since copies
-    of one draw must not count as more; and not below 1/m, where m is the number of items with a difference. Graded
-    scores, which are not 0 or 1, vary less than a binomial of the same mean: a floor of 1 would make their intervals
-    several times too wide, so theirs is close to 0.
+    A value is an item's mean difference over k = ``samples`` draws. With one draw the least effect is 1. With k draws
+    it is the larger of 1/k and 1/m, where m items have a difference; but 1 if every value is one that k equal draws
+    would give, since copies of a draw tell no more than the draw. Graded scores, which are not 0 or 1, vary less than a
+    binomial of the same mean, and 1 would make their intervals several times too wide: theirs is close to 0.
     """
     if graded:
         return np.full(values.shape[:-1], GRADED_FLOOR)

@@ -119,9 +119,9 @@ def hidden_by_noise(data: RunData, comparison: Comparison) -> dict[str, str]:
 
 
 def _repeated_records(data: RunData, comparison: Comparison) -> tuple[Mapping[str, pd.DataFrame], tuple[Reason, ...]]:
-    """Return the records of requests asked a second time, by their order (same or shuffled); empty without any.
+    """Return the records of requests asked a second time, by the order of that asking (same or shuffled).
 
-    If their files changed, return none and the reason why the run is invalid: its noise is unknown.
+    If their files changed since then, return none, and the reason why the run is invalid: its noise is unknown.
     """
     if not comparison.references:
         return {}, ()

@@ -2,8 +2,8 @@
 
 A pair is the reference's and the candidate's answer to one request; it is discordant if the judge graded the two
 differently, else concordant. People label every discordant pair, and concordant ones drawn in turn over the templates.
-A labelled concordant pair represents its share of its template's concordant pairs, a discordant pair only itself. With
-these weights the judge's error rates are rates of all pairs; their intervals assume that the pairs of a template are
+A labelled concordant pair stands for as many as its template has for each that is labelled, a discordant pair for
+itself. So weighted, the judge's error rates hold for all pairs; their intervals assume that the pairs of a template are
 independent. Stored labels name texts by hash, so that their file does not reveal which arm gave an answer: drift and
 statuses are computed from the run's own records whenever a report or verdict is made.
 """

@@ -86,7 +86,10 @@ def render_key(key: SheetKey) -> str:
 
 
 def read_key(sheet: Path) -> SheetKey:
-    """Read the key of a label sheet; raises DataError if it is missing or no key."""
+    """Read the key of a label sheet, which says of each row from which records its texts are.
+
+    Raises DataError if the file is missing or is not such a key.
+    """
     path = key_path(sheet)
     try:
         return _parse_key(json.loads(path.read_text(encoding="utf-8")))

@@ -110,7 +110,10 @@ REWARDS: Registry[Reward] = Registry("reward", "kvaudit.audit.training.rewards",
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """The reward of a training run: ``reward`` in ``reward_suites``, the suites' own grades in the other ``suites``."""
+    """The reward of a training run: ``reward`` scores answers in ``reward_suites``, the suite's grade those in others.
+
+    ``suites`` are all that the run trains on.
+    """
 
     reward: Reward
     suites: tuple[str, ...]

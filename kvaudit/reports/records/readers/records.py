@@ -81,10 +81,10 @@ def _is_duplicate(problem: Problem) -> bool:
 
 
 def _skipped_problems(files: set[str], units: set[str], problems: Iterable[Problem]) -> Iterator[Problem]:
-    """Yield the problems of skipped lines that may belong to the selected records.
+    """Yield the problems of unreadable lines that may have been selected records.
 
-    These are lines of the selected record files (``units``), and of files without any readable record (not in
-    ``files``), which may have held selected records.
+    These are lines in the files of selected records (``units``), and lines in files that hold no readable record at all
+    (those not in ``files``), since nobody knows what these held.
     """
     for problem in problems:
         has_cell = problem.file in files or "/" in problem.file  # the name of a telemetry file has a folder
