@@ -2,10 +2,11 @@
 
 A pair is the reference's and the candidate's answer to one request; it is discordant if the judge gave the two answers
 different grades, else concordant. The sample of concordant pairs is spread over the templates, because a judge may miss
-what happens in whole templates. A template's drift is the sum over its discordant pairs, plus the number of its concordant
-pairs times the mean of the labelled ones. Each kind of pairs gives one part of the drift, with an ESS-Tango interval
-(Tango's score interval at the effective sample size, ``tango``). The two intervals are added by MOVER (Zou & Donner
-2008). A single interval of the sum would be too narrow if all sampled concordant pairs happen to show no difference.
+what happens in whole templates. A template's drift is the sum over its discordant pairs, plus the number of its
+concordant pairs times the mean of the labelled ones. Each kind of pairs gives one part of the drift, with an ESS-Tango
+interval (Tango's score interval at the effective sample size, ``tango``). The two intervals are added by MOVER (Zou &
+Donner 2008). A single interval of the sum would be too narrow if all sampled concordant pairs happen to show no
+difference.
 """
 
 from __future__ import annotations
