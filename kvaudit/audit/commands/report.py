@@ -192,8 +192,8 @@ def _pin_trained(folder: Path) -> PinnedCheckpoint:
 def _weights_sha256(folder: Path, provenance: Mapping[str, Any]) -> str:
     """Return the sha256 of a checkpoint's weights; for an adapter it also covers the base model.
 
-    An adapter's is computed from the base model's hash in ``provenance`` if the result is the sha256 that
-    ``provenance`` states; only otherwise are the base model's files read.
+    An adapter's sha256 is computed from the base model's hash in ``provenance``. The base model's files are read only
+    if the result is not the sha256 that ``provenance`` states.
     """
     from kvaudit.audit.sampling.checkpoints import adapter_sha256, checkpoint_sha256, is_adapter
 

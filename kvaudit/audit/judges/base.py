@@ -167,11 +167,11 @@ class Judge(Grader[Question, Judgement]):
 
     @property
     def grades_harm(self) -> bool:
-        """Whether its judgements also say whether an answer is unsafe."""
+        """Whether the judge also decides whether an answer is unsafe."""
         return False
 
     def without(self, source: str) -> Judge:  # noqa: ARG002 - only a trained judge has a source to leave out
-        """Return the judge trained without ``source``, a data set of human labels; itself if it is not trained."""
+        """Return this judge trained again without ``source``, a data set of labels; if it is not trained, itself."""
         return self
 
     def trained_on(self) -> frozenset[str]:

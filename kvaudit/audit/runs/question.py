@@ -144,8 +144,9 @@ def plan_check(
 
     With a ``length`` the rows follow a conversation of so many tokens, even if the setting evicts nothing. ``sums``
     adds school mathematics, ``agents`` tool calls. The model that ships with kvaudit gets made-up questions only.
-    Raises DataError if public rows are needed but missing, SpecError if the setting keeps more entries than a prompt
-    may have, if ``sums`` or ``agents`` are combined with made-up questions, or ``agents`` with a long conversation.
+    Raises DataError if public rows are needed but missing. Raises SpecError if the setting keeps more entries than a
+    prompt may have. Made-up questions cannot be combined with ``sums`` or ``agents``, nor a long conversation with
+    ``agents``; this too raises SpecError.
     """
     kept_count, exact_count = kept_entries(config), exact_entries(config)
     tokens = _prompt_length(model, max(kept_count or 0, exact_count) or None)
@@ -211,9 +212,9 @@ def _uncovered_topics(public: Sequence[PublicSuite], *, is_long: bool) -> Iterat
 
 
 def kept_entries(config: ServingConfig) -> int | None:
-    """Return how many cache entries a configuration keeps at most; None if it evicts none or does not say.
+    """Return the most cache entries that a configuration keeps, or lets a query read; None if there is no known limit.
 
-    Eviction shows only in prompts that are longer than that.
+    The limit acts only on prompts that are longer.
     """
     served = config.served
     if isinstance(served, Condition):
@@ -232,7 +233,7 @@ def exact_entries(config: ServingConfig) -> int:
 
 
 def _members(policy: Policy) -> list[Policy]:
-    """Return the policies of which one is composed or which a mixture draws."""
+    """Return the parts of a composed policy, the parts of all policies that a mixture draws, or the policy itself."""
     return [member for drawn in policy.draws for member in drawn.members]
 
 
@@ -378,9 +379,10 @@ def _public_lines(plan: CheckPlan) -> Iterator[str]:
 
 
 def _margins(plan: CheckPlan) -> dict[str, float]:
-    """Return the margins of a check by metric: of what it asks about, and of answers that can be read at all.
+    """Return the margins of a check by metric: for each suite, its facets and the share of readable answers.
 
-    Rates of a facet leave unreadable answers out, so by them alone a setting that breaks speech would fail nothing.
+    A facet's rate leaves unreadable answers out. By such rates alone, a setting that makes a model write nonsense would
+    pass.
     """
     if plan.made_up:
         gated = [(suite.suite, facet, suite.margin) for suite in plan.made_up for facet in suite.facets]

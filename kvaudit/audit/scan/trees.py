@@ -187,7 +187,7 @@ class _YamlTree:
         self.remaining = MOST_SETTINGS  # values; an alias counts each time it is followed
 
     def tree(self, node: Any, depth: int) -> Tree:
-        """Return the tree of a node; raises Unreadable if it is too large."""
+        """Return the tree of a node that is ``depth`` levels deep; raises Unreadable if it is too deep or too large."""
         line = node.start_mark.line + 1 + self.offset
         self.remaining -= 1
         if self.remaining < 0:
