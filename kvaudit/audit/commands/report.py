@@ -136,7 +136,10 @@ def print_verdict(console: Console, findings: Findings, run: Path | None = None)
 
 
 def _write_pin(folders: Sequence[Path], out: Path) -> None:
-    """Write a pin of finished checkpoints; a folder holds one or all seeds of an arm. Raises RunError if it exists."""
+    """Write a pin of finished checkpoints to ``out``; each folder holds one or all seeds of an arm.
+
+    Raises RunError if ``out`` exists.
+    """
     if out.exists():
         raise RunError(f"{str(out)!r} exists, and a pin must not change; give another --out")
     entries = tuple(entry for folder in folders for entry in _pin_entries(folder))

@@ -202,7 +202,7 @@ def plan_workers(
 
 
 def _local_workers(spec: RunSpec) -> int:
-    """Return how many workers, at least one, this machine has idle cores for (embedded model) or GPUs (other models)."""
+    """Return for how many workers this machine has idle cores (embedded model) or GPUs (other models), at least 1."""
     from kvaudit.audit.runs.launchers.local import idle_cores, visible_gpus
     from kvaudit.core.spec import EMBEDDED
 

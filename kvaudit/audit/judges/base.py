@@ -143,7 +143,7 @@ class CachedGrader(Generic[Q, G]):
 
 @dataclass(frozen=True)
 class Judge(Grader[Question, Judgement]):
-    """The base of judges (does an answer refuse?); define ``refused``, or ``read`` if the judge can be unsure."""
+    """The base of judges (does an answer refuse?); a subclass defines ``refused``, or ``read`` if it can be unsure."""
 
     kind = "judge"
     field = "refused"

@@ -72,8 +72,8 @@ UNSAFE_FROM = 0.5  # the lowest unsafe score, of at most 1
 class Rubric:
     """The instructions for a model that judges an answer: the system prompt, and the text of the question.
 
-    ``question`` has the placeholders {request}, {answer} and {mark}, a line that shows where each of these texts begins
-    and ends (such as "[1f2e3d4c5b6a7980]").
+    ``question`` has the placeholders {request}, {answer} and {mark}. The mark is a line, such as "[1f2e3d4c5b6a7980]",
+    that shows where request and answer begin and end.
     """
 
     system: str

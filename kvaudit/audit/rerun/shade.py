@@ -250,7 +250,7 @@ class _PlacedToken(NamedTuple):
 
 
 def shading_svg(title: str, answers: Sequence[RerunAnswer]) -> str:
-    """Return an SVG, for light and dark mode, of the prompts of answers below one another, each token shaded.
+    """Return an SVG, for light and dark mode, that shows the answers' prompts below one another, every token shaded.
 
     The shade is the share of layers and KV heads whose cache still holds the token; a token that none holds is struck
     through.

@@ -270,7 +270,7 @@ class _HeldUnit(NamedTuple):
 
 
 class ClaimedUnits(Generic[T]):
-    """The units of one group that this process has claimed; it answers them together, batch by batch."""
+    """The units of one group that this process has claimed, and which it works on together, batch by batch."""
 
     def __init__(self, claimed_units: Mapping[T, _HeldUnit], is_done: Callable[[T], bool], idle: IdleSignal) -> None:
         self._claimed, self._is_done, self._idle = dict(claimed_units), is_done, idle
@@ -285,9 +285,10 @@ class ClaimedUnits(Generic[T]):
         return self._claimed[unit].claim
 
     def keep(self, unit: T) -> bool:
-        """Return whether a unit is still claimed; if another process is idle, first release half of the other units.
+        """Return whether a unit is still claimed; if another process is idle, first release units to it.
 
-        Call this only between batches: another process resumes a released unit from complete batches in its file.
+        Half of the other unfinished units of the group are released. Call this only between batches, because another
+        process resumes a released unit from complete batches in its file.
         """
         others = [other for other in self._claimed if other != unit and not self._is_done(other)]
         if unit in self._claimed and others and self._idle.was_sent():

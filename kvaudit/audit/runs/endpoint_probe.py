@@ -1,7 +1,7 @@
 """The probe of an endpoint whose model we do not have: fixed items, each at a short and a long context length.
 
     records/endpoint--SUITE--LENGTH.jsonl + .done.json    {"failed": {reason: conversations}, "lasting": [reason], ...}
-    calls.jsonl    {"question": sha256 of the request, "answer": {"text": ..., "finish": ..., ...}, "sha256": 16hex}
+    calls.jsonl    {"question": sha256 of the request, "answer": {"text": ..., ...}, "sha256": 16 hex digits}
 
 Answers that were paid for are never asked for again: they are on disk before they are used, and a stopped probe resumes
 at the next call. A conversation with a failed call is unscored; its file is sealed (marked as finished) all the same,
@@ -162,7 +162,7 @@ class Plan:
 
 
 def make_plan(spec: RunSpec) -> Plan:
-    """Return the plan with all its items; raise SpecError or DataError for a suite that no endpoint can be asked."""
+    """Return the plan with all its items; raise SpecError or DataError for a suite that no endpoint can answer."""
     (count, counted), grid, units = counter(spec), spec.evaluate, list[ProbeUnit]()
     with collect_file_hashes() as rows:
         for suite in (suite_as_asked(spec, name) for name in grid.suites):
@@ -230,7 +230,7 @@ class Call(NamedTuple):
 
 
 class Calls(AnswerCache[Call, dict[str, Any]]):
-    """The answers that a probe has paid for, in ``calls.jsonl``; ``ask`` is called for an answer that is not there yet."""
+    """The answers that a probe has paid for, in ``calls.jsonl``; ``ask`` gets an answer that is not stored yet."""
 
     def __init__(self, path: Path, ask: Callable[[Call], Answer]) -> None:
         super().__init__(path, lambda call: call.key, lambda calls: [asdict(ask(*calls))], "answer", (dict,))
@@ -275,7 +275,7 @@ def failure_lines(failed: Counter[str], lasting: Set[str]) -> list[str]:
 class Probe:
     """One process's part in asking an endpoint all items of a plan and storing the graded answers.
 
-    Raises RunError if the probe's folder began with another address, items or public rows.
+    Raises RunError if the probe in the folder began with another address, other items or other public rows.
     """
 
     def __init__(self, run: RunFolder, plan: Plan, client: EndpointClient, console: Console) -> None:

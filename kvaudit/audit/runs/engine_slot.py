@@ -116,7 +116,7 @@ class EngineSlot(Session):
 
 
 def check_engine_unchanged(run: RunFolder, key: str, engine: str, description: Mapping[str, str]) -> None:
-    """Store what an engine reports of itself at its first start, under ``key``; raise RunError if it differs later.
+    """Store, under ``key``, what an engine reports of itself at its first start; raise RunError if it differs later.
 
     The ``weights`` in the description are not compared: they differ between checkpoints, whose hashes are checked
     elsewhere.

@@ -367,7 +367,7 @@ class Evaluator:
         )
 
     def _record(self, unit: Unit, suite: Suite, row: GradedRow | EngineAnswer) -> Record:
-        """Return the record of an answer; that of an engine's answer has no measurements of the cache."""
+        """Return the record of an answer; if an engine gave it, the record has no measurements of the cache."""
         serving = self._serving(unit, suite)
         if isinstance(row, EngineAnswer):
             return Record.of(serving, row.item, row.grade, row.answer, CacheUse())

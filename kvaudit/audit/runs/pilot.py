@@ -51,8 +51,8 @@ def with_kept_gate(spec: RunSpec, provenance: Mapping[str, Any]) -> RunSpec:
 def pilot_units(spec: RunSpec, units: Sequence[Unit] | None = None) -> list[Unit]:
     """Return the units of which the pilot asks some items: the reference arm's, uncompressed and under gated policies.
 
-    For a gated engine setting, the uncompressed ones are those of its reference setting. ``units`` is the grid, if the
-    caller has it.
+    For a gated engine setting, the uncompressed units are those under its reference setting. ``units`` is the grid, if
+    the caller has it already.
     """
     if not spec.evaluate.pilot_size:
         return []
@@ -62,7 +62,10 @@ def pilot_units(spec: RunSpec, units: Sequence[Unit] | None = None) -> list[Unit
 
 
 def _reference_policies(spec: RunSpec) -> list[str]:
-    """Return the uncompressed policies that gated ones are compared with, or all uncompressed ones if none is gated."""
+    """Return the uncompressed policies that gated policies are compared with.
+
+    If no policy is gated, return all uncompressed ones.
+    """
     references = spec.evaluate.references
     policies = [reference_of(policy, references) for policy in spec.gate.primary]
     return list(

@@ -124,7 +124,7 @@ class CheckPlan(NamedTuple):
                 yield from absent_sources(suite.name)
 
     def check_rows_unchanged(self, run: RunFolder) -> None:
-        """Raise RunError if a run was started with other public rows than those of the data folder now."""
+        """Raise RunError if the public rows in the data folder are not those with which a run was started."""
         began_with = table_of(table_of(run.provenance(), INPUTS), ROWS)
         check_same_files([suite.name for suite in self.public], began_with)
 
@@ -317,7 +317,7 @@ def endpoints_config(reference: str, candidate: str, settings: Mapping[str, str]
 
 
 def parse_server(option: str, text: str) -> dict[str, str]:
-    """Return the ``base_url`` and ``model`` of URL#MODEL; raise a SpecError that names ``option`` for another text."""
+    """Return the ``base_url`` and ``model`` of URL#MODEL; raise a SpecError that names ``option`` for other texts."""
     url, _, model = text.partition("#")
     if not model or not re.match(r"https?://[^\s/@?]+", url) or set("@?") & set(url) or not _is_port_valid(url):
         raise SpecError(f"{option} is {text[:80]!r}, wanted URL#MODEL, such as http://127.0.0.1:8000/v1#my-model")

@@ -98,10 +98,11 @@ def copy_provenance(source: Path, target: Path) -> None:
 
 
 def joined_recipe(run: RunFolder, refusal_set: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return one recipe for all arms that a run took from elsewhere.
+    """Return one recipe for all arms of a run whose checkpoints were trained elsewhere.
 
-    ``refusal_set``, the safety suites of this run, becomes part of it. Returns None if a checkpoint has no recipe, or
-    the recipes differ in more than arm and seed. Raises DataError for a damaged recipe.
+    ``refusal_set`` describes the safety suites of this run and becomes a section of the recipe. Returns None if a
+    checkpoint has no recipe, or if the recipes differ in more than arm, the arm's policy and seed. Raises DataError for
+    a damaged recipe.
     """
     pairs = [(arm, seed) for arm, checkpoints in run.spec.checkpoints.items() for seed in checkpoints.seeds]
     folders = {pair: locate(str(run.spec.external_source(*pair))) for pair in pairs}

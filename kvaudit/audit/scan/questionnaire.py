@@ -28,7 +28,7 @@ _PATH = Path(__file__).with_name("questions.yaml")
 
 
 class VendorQuestion(NamedTuple):
-    """A question to a vendor; one who answers yes also has to give all ``details``."""
+    """A question to a vendor; a vendor who answers yes also has to give all ``details``."""
 
     id: str
     asks: str

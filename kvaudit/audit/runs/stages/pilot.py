@@ -221,8 +221,8 @@ def _is_safety(metric: str) -> bool:
 def check_measurable(spec: RunSpec, results: Mapping[str, Any]) -> None:
     """Raise NotMeasurable, with a line for every suite in which no gated cell can be measured.
 
-    Does nothing if the gate allows such cells (``not_measurable: warn``), nor in rounds, which leave such suites
-    out.
+    Does nothing if the gate allows such cells (``not_measurable: warn``). Does nothing in rounds either, which leave
+    such suites out.
     """
     if spec.gate.not_measurable == WARN or spec.evaluate.rounds is not None:
         return

@@ -222,7 +222,7 @@ def join_rounds(run: Path, units: Sequence[Unit], looks: Sequence[Mapping[str, A
 
 
 def gate_statuses(run: Path) -> dict[str, str]:
-    """Return {gated metric: its status for the rows asked so far}; of several gated settings the worst status counts."""
+    """Return {gated metric: its status for the rows asked so far}; among several gated settings the worst counts."""
     data = load_run(run)
     comparison, rules = declared_rules(data, GateOverrides())
     drift = drift_of(data, comparison, rules.alpha, gated_facets(comparison, rules))
