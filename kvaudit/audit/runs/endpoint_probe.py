@@ -230,7 +230,7 @@ class Call(NamedTuple):
 
 
 class Calls(AnswerCache[Call, dict[str, Any]]):
-    """The answers that a probe has paid for, in ``calls.jsonl``; ``ask`` gets an answer that is not stored yet."""
+    """The answers that a probe has paid for, in ``calls.jsonl``; ``ask`` fetches an answer that is not stored yet."""
 
     def __init__(self, path: Path, ask: Callable[[Call], Answer]) -> None:
         super().__init__(path, lambda call: call.key, lambda calls: [asdict(ask(*calls))], "answer", (dict,))

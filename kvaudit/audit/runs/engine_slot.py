@@ -47,7 +47,7 @@ OnFirstAnswer = Callable[[str, Item, str], None]  # policy or condition, item, t
 class EngineSlot(Session):
     """A session that passes requests to the one engine that currently runs, and starts it when needed.
 
-    ``around(condition)`` returns a context manager; each engine starts inside one, for example to show that it starts.
+    ``around(condition)`` returns a context manager, inside which an engine is started, for example to show the start.
     """
 
     def __init__(

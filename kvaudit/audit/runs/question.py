@@ -214,7 +214,7 @@ def _uncovered_topics(public: Sequence[PublicSuite], *, is_long: bool) -> Iterat
 def kept_entries(config: ServingConfig) -> int | None:
     """Return the most cache entries that a configuration keeps, or lets a query read; None if there is no known limit.
 
-    The limit acts only on prompts that are longer.
+    Such a limit changes answers only if the prompt is longer than the limit.
     """
     served = config.served
     if isinstance(served, Condition):

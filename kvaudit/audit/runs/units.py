@@ -120,7 +120,7 @@ def answered_rows(rows: Mapping[Row, Record]) -> Mapping[Row, Record]:
 
 
 def written_seconds(files: UnitFiles, rows: range) -> float:
-    """Return how many seconds the answers in lines ``rows`` (from 0) of a unit's file took; missing lines took 0."""
+    """Return how long, in seconds, the answers in lines ``rows`` (from 0) of a unit's file took; missing lines took 0."""
     written = _readable_rows(files.records) if files.records.exists() else []
     return sum(row.record.seconds for row in written[rows.start : rows.stop])
 

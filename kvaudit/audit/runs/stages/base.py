@@ -50,7 +50,7 @@ class RunContext:
         return replace(self, spec=spec, models=self.models.resized(spec, items.keys()))
 
     def rows_of(self, unit: Unit, most_items: int | None = None) -> int:
-        """Return how many answers a unit has; with ``most_items``, how many of them answer its first so many items.
+        """Return how many answers a unit has; with ``most_items``, how many it has to at most that many items.
 
         Before the items are made, the number can be an estimate.
         """
@@ -213,7 +213,7 @@ class UnitWorker:
     def _unit_text(self, phase: str, unit: Unit) -> str:
         """Return a unit's text on the bar, such as ``asking: agent under snapkv 96``.
 
-        Its length follows if the suite is asked at several, its arm and seed if the run has several checkpoints.
+        The context length is added if the suite is asked at several, arm and seed if the run has several checkpoints.
         """
         spec = self._context.spec
         text = f"{phase}: {unit.suite} under {self._labels.get(unit.policy.canonical, unit.policy.canonical)}"
