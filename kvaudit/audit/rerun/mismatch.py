@@ -44,7 +44,7 @@ _AT_ONCE = 16 * PASS_TOKENS  # padded tokens in memory
 
 @dataclass
 class Survey:
-    """The summary of a rollout file: counts, its longest rollout and highest token id, and what it declares.
+    """The summary of a rollout file: counts, its longest rollout and highest token id, and the settings it declares.
 
     ``longest`` and ``highest`` come with their location in the file, such as ``line 3``.
     """

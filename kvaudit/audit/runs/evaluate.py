@@ -147,7 +147,7 @@ class Evaluator:
     ) -> None:
         """Write the missing records of units that differ only in their policy, then seal (finish) their files.
 
-        ``folder`` holds the records, by default the folder of the run's grid. ``rows``, in a run in rounds, are the
+        ``folder`` holds the records, by default the folder of the run's grid. In a run in rounds, ``rows`` has the
         range of rows to ask of each suite. In the pilot's folder a unit has the pilot's items only. Elsewhere the
         answers of the pilot are copied, except into the folders of the floor, which repeats requests.
 
@@ -240,9 +240,10 @@ class Evaluator:
         suite: Suite,
         rows: Mapping[str, range] | None,
     ) -> None:
-        """Store the hash of the prompts of every unfinished unit, added to the hashes that an earlier process stored.
+        """Store the hash of the prompts of every unfinished unit.
 
-        In a run in rounds, the hash covers the rows of all rounds so far and replaces the earlier one.
+        If a unit has answers already and an earlier process stored another hash, both are kept. In a run in rounds, the
+        hash covers the rows of all rounds so far and replaces the earlier one.
         """
         unfinished = {unit: file for unit, file in files.items() if rows or file.batches < len(batches)}
         if not unfinished:

@@ -1,4 +1,4 @@
-"""The recipe of a run's checkpoints, a record of how they were trained: made here, or copied with the checkpoints.
+"""The recipe of a run's checkpoints (a record of how they were trained), made here or taken from their folders.
 
 A checkpoint folder that kvaudit wrote, in another run or in a training with TRL, has its provenance and telemetry. Any
 other folder has neither, and its recipe (``core.provenance``) is what the spec declares. Copied provenance goes into a

@@ -120,7 +120,7 @@ def answered_rows(rows: Mapping[Row, Record]) -> Mapping[Row, Record]:
 
 
 def written_seconds(files: UnitFiles, rows: range) -> float:
-    """Return how long, in seconds, the answers in lines ``rows`` (from 0) of a unit's file took; missing lines took 0."""
+    """Return for how many seconds a unit's answers in the lines ``rows`` (from 0) took; a missing line counts as 0."""
     written = _readable_rows(files.records) if files.records.exists() else []
     return sum(row.record.seconds for row in written[rows.start : rows.stop])
 
@@ -132,7 +132,7 @@ def kept_rows(files: UnitFiles) -> Mapping[Row, Record]:
 
 
 def reopen_refused(files: UnitFiles, identity: tuple[str, str, str]) -> None:
-    """If the server refused requests of a finished unit, remove its seal, so that they are asked again.
+    """If the server refused requests of a finished unit, remove its seal, so that these are sent again.
 
     The answers to items without a refused sample are kept. ``identity`` is that of the unit (``Unit.identity``).
     """
