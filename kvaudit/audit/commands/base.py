@@ -103,7 +103,10 @@ class Command:
 
     @property
     def sort_key(self) -> tuple[int, int]:
-        """The command's place in the help: (number of its heading, order below it), members of a group command last."""
+        """The command's place in the help: (number of its heading, order below it).
+
+        Members of a group command have no heading, and come last.
+        """
         return HELP_HEADINGS.index(self.group) if self.group in HELP_HEADINGS else len(HELP_HEADINGS), self.order
 
 

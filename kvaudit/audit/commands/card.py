@@ -136,7 +136,10 @@ def _hub_files(page: Page, hub: Path, benchmark: str | None, arm: str | None) ->
 
 
 def _matches_run(path: Path, section: str, console: Console) -> bool:
-    """Return whether a model card holds ``section``, the run's disclosure; print that, or the first other line."""
+    """Return whether a model card holds ``section``, the run's disclosure, and print the result.
+
+    If it does not, the first line that differs is printed as the card and as the run has it.
+    """
     # not splitlines: to Markdown a form feed or U+2028 is no line break
     card_lines, run_lines = extract_section(read_card(path), str(path)).split("\n"), section.split("\n")
     if card_lines == run_lines:

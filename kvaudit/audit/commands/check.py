@@ -141,7 +141,7 @@ class CheckOptions:
 
     @property
     def flags(self) -> dict[str, bool]:
-        """The options without a value by name, and whether they are set."""
+        """The options that take no value, as {name: whether it is set}."""
         return {"--made-up": self.made_up, "--sums": self.sums, "--agents": self.agents, "--long": self.long}
 
     def command(self, model: str) -> str:

@@ -19,7 +19,7 @@ _NOT_FETCHED = (
 
 @data.callback(invoke_without_command=True)
 def show_data(context: typer.Context) -> None:
-    """Print which public rows are present, with number, licence and source; no network is used."""
+    """Print which public rows are present, with their number, licence and source; no network is used."""
     if context.invoked_subcommand is not None:
         return
     with user_errors():

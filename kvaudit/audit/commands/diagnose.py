@@ -61,8 +61,8 @@ def diagnose(
 ) -> None:
     """Say what a coarse KV code harms in a model, and what to try.
 
-    Answers a few requests, then runs the answers again with keys and values coded token by token, in parts, layer by
-    layer, and in finer ways. This is no verdict: give the setting you choose to `check`.
+    Answers a few requests, then runs the answers again with coded keys and values: all of them, keys or values alone,
+    one layer, and finer codes. This is no verdict: give the setting you choose to `check`.
     """
     with user_errors():
         import torch

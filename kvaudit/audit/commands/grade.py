@@ -227,7 +227,7 @@ def adjudicate(
 def _write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int | None, seed: int) -> None:
     """Write a sheet of answers for people to label, and a key file that says which records they come from.
 
-    Raises RunError if one of the files exists, since it may hold labels, SpecError for a run in rounds.
+    Raises RunError if one of the files exists, since it may hold labels. Raises SpecError for a run in rounds.
     """
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import drift_and_rules

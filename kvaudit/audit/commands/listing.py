@@ -113,7 +113,7 @@ def list_launchers(plugin: Plugins = None) -> None:
 def list_rewards(plugin: Plugins = None) -> None:
     """Rewards of training: what each rewards, and its options.
 
-    The first option is the value of the reward's name in a spec.
+    In a spec, NAME: VALUE gives the reward NAME its first option.
     """
     with _with_plugins(plugin):
         from kvaudit.audit.training.rewards.base import REWARDS

@@ -52,7 +52,7 @@ def probe(
 ) -> None:
     """Ask an endpoint a fixed set of items, to ask again later.
 
-    The items are those of a plan, in long and short contexts. `compare` tells one probe from a later one.
+    The items are those of a plan, in long and short contexts. `compare` compares a probe with a later one.
     """
     with user_errors(*typed_command(resume=not plan.is_dir())):
         folder = plan

@@ -224,7 +224,7 @@ def view(
 def _shade_answers(path: Path, unshaded: Mapping[str, set[AnswerKey]], plugins: Sequence[Path]) -> None:
     """Serve again the answers that differ from the reference's; store which prompt tokens the cache still held.
 
-    ``unshaded`` names, by record file, the answers for which that is not stored yet.
+    ``unshaded`` has, by record file, the keys of the answers for which this is not stored yet.
     """
     from rich.console import Console
 

@@ -136,7 +136,10 @@ def print_verdict(console: Console, findings: Findings, run: Path | None = None)
 
 
 def _write_pin(folders: Sequence[Path], out: Path) -> None:
-    """Write a pin of finished checkpoints; a folder holds one or all seeds of an arm. Raises RunError if it exists."""
+    """Write a pin of finished checkpoints to ``out``; each folder holds one or all seeds of an arm.
+
+    Raises RunError if ``out`` exists.
+    """
     if out.exists():
         raise RunError(f"{str(out)!r} exists, and a pin must not change; give another --out")
     entries = tuple(entry for folder in folders for entry in _pin_entries(folder))
@@ -192,8 +195,8 @@ def _pin_trained(folder: Path) -> PinnedCheckpoint:
 def _weights_sha256(folder: Path, provenance: Mapping[str, Any]) -> str:
     """Return the sha256 of a checkpoint's weights; for an adapter it also covers the base model.
 
-    An adapter's is computed from the base model's hash in ``provenance`` if the result is the sha256 that
-    ``provenance`` states; only otherwise are the base model's files read.
+    An adapter's sha256 is computed from the base model's hash in ``provenance``. The base model's files are read only
+    if the result is not the sha256 that ``provenance`` states.
     """
     from kvaudit.audit.sampling.checkpoints import adapter_sha256, checkpoint_sha256, is_adapter
 

@@ -202,7 +202,7 @@ def plan_workers(
 
 
 def _local_workers(spec: RunSpec) -> int:
-    """Return the number of processes for which this machine has idle cores (embedded model) or GPUs, at least one."""
+    """Return for how many workers this machine has idle cores (embedded model) or GPUs (other models), at least 1."""
     from kvaudit.audit.runs.launchers.local import idle_cores, visible_gpus
     from kvaudit.core.spec import EMBEDDED
 
@@ -263,7 +263,10 @@ class RunPlan(NamedTuple):
 
 
 def _load_plan(source: Path | Mapping[str, Any], out: Path | None, options: RunOptions) -> RunPlan:
-    """Return the plan of a run: load the plug-ins, then the spec, which may name them, from a file or a mapping."""
+    """Return the plan of a run, whose spec is a file or a mapping.
+
+    The plug-ins are loaded first, because the spec may name them.
+    """
     if isinstance(source, Path):
         typer.echo(f"reading {hide_passwords(inline(str(source)))}")  # before imports that take seconds
     from kvaudit.audit.runs.names import NAMES, load_plugins

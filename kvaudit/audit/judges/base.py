@@ -143,7 +143,7 @@ class CachedGrader(Generic[Q, G]):
 
 @dataclass(frozen=True)
 class Judge(Grader[Question, Judgement]):
-    """The base of judges (does an answer refuse?); define ``refused``, or ``read`` if the judge can be unsure."""
+    """The base of judges (does an answer refuse?); a subclass defines ``refused``, or ``read`` if it can be unsure."""
 
     kind = "judge"
     field = "refused"
@@ -167,11 +167,11 @@ class Judge(Grader[Question, Judgement]):
 
     @property
     def grades_harm(self) -> bool:
-        """Whether its judgements also say whether an answer is unsafe."""
+        """Whether the judge also decides whether an answer is unsafe."""
         return False
 
     def without(self, source: str) -> Judge:  # noqa: ARG002 - only a trained judge has a source to leave out
-        """Return the judge trained without ``source``, a data set of human labels; itself if it is not trained."""
+        """Return this judge trained again without ``source``, a data set of labels; if it is not trained, itself."""
         return self
 
     def trained_on(self) -> frozenset[str]:

@@ -99,9 +99,10 @@ HEADINGS = (
 class CardLine:
     """One line of a judge's card, for one data set of human labels: how often the judge agrees with people.
 
-    A trained judge is trained again without this data set first. ``error`` and ``agreement`` use the judge's best guess
-    about every answer, ``decided`` is its agreement on the answers of which it is sure. ``people`` is the agreement of
-    two annotators. ``failed`` answers are excluded from all other numbers about the judge.
+    A trained judge is first trained again without this data set. ``error`` and ``agreement`` use the judge's best guess
+    about every answer. ``decided`` is its agreement with people on the answers of which it is sure. ``people`` is the
+    agreement of two annotators with each other. ``failed`` counts the answers that the judge could not grade; its other
+    numbers leave them out.
     """
 
     source: str

@@ -58,7 +58,7 @@ _vectors: dict[str, Vectors] = {}  # by text
 
 @dataclass(frozen=True)
 class Logistic(Judge):
-    """Logistic regression on the answer alone; suites check by themselves whether it addresses the request."""
+    """Logistic regression on the answer alone; suites check by themselves whether an answer addresses its request."""
 
     name = "logistic"
     says = "sentence embeddings and TF-IDF, taught by human labels; unsure where the phrase rules differ"

@@ -59,8 +59,8 @@ class Request(NamedTuple):
 class Case:
     """A way to store the cache: each layer's code; the first ``sinks`` and last ``window`` tokens stay unquantised.
 
-    ``bits`` are per stored number, including its share of scales; 0 for a case that only isolates a part of the harm
-    (keys alone, values alone, one layer) and is no way to serve.
+    ``bits`` are per stored number, including its share of scales. They are 0 for a case that only isolates a part of
+    the harm (keys alone, values alone, one layer), because no model would be served so.
     """
 
     name: str
@@ -246,8 +246,8 @@ def _logits(model: LoadedModel, ids: Tensor, prompt_length: int, kv: CodedAttent
 class CodedAttention:
     """The causal attention of one row with keys and values stored as ``case`` says; pass it as ``kv=``.
 
-    Where keys are coded in blocks of tokens, every query reads the block as it is once it is complete. An engine does
-    so only for queries of later blocks. Attention is in float32.
+    Where keys are coded in blocks of tokens, every query reads the code of the complete block, even a query inside the
+    block. In an engine, only queries of later blocks read it. Attention is in float32.
     """
 
     routes = None
@@ -296,7 +296,7 @@ class CodedAttention:
 def read_back(x: Tensor, code: Cast | ByToken | ByChannel | None) -> Tensor:
     """Return keys or values [1, H, T, D] as a query reads them after they were stored: encoded, then decoded.
 
-    Their positions count from 0.
+    The first of the T tokens is at position 0, where the first block of tokens begins.
     """
     if code is None:
         return x
@@ -425,9 +425,9 @@ def _harm(model: LoadedModel, requests: Sequence[Request], case: Case) -> Harm:
 def _along_refusals(model: LoadedModel, requests: Sequence[Request], setting: Codes) -> float:
     """Return the noise of keys coded by token, relative to that of keys coded by channel, along the refusal direction.
 
-    Noise is the mean square quantisation error; the ratio is a median over layers. The refusal direction is the
-    difference between the mean keys, at the last prompt token, of harmful and of other requests (difference in means,
-    Arditi 2024, arXiv:2406.11717, there of the residual stream).
+    Noise is the mean square quantisation error; the ratio is a median over layers. The refusal direction is the mean
+    key of harmful requests minus the mean key of the others, both at the last prompt token. Arditi 2024
+    (arXiv:2406.11717) takes the same difference in means of the residual stream.
     """
     rows: dict[int, list[tuple[Tensor, ...]]] = {}
     codes = (ByToken(setting.bits, setting.group), ByChannel(setting.bits))

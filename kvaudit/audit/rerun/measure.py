@@ -56,7 +56,8 @@ class Measure(ABC, Generic[WorkUnit, ServedBatch, Total]):
     def trial(cls, run: RunFolder) -> Self:
         """Return an instance that serves a part of a finished run again, for the tests of all measures.
 
-        The run's first arm was trained on uncompressed rollouts, and those of its last step are in the run's folder.
+        The tests give a run whose first arm was trained on uncompressed rollouts, and whose folder holds the rollouts
+        of that arm's last step.
         """
 
     @abstractmethod
@@ -179,9 +180,9 @@ def finished_records(run: RunFolder, unit: Unit) -> Iterator[Record]:
 
 
 def remake_items(run: RunFolder, model: LoadedModel, suite: Suite, record: Record) -> dict[str, Item]:
-    """Return the items of a unit, made again, by name; ``record`` is any record of it.
+    """Return the items of a unit, made again, as {item id: item}; ``record`` is any record of the unit.
 
-    Raises DataError or RunError if suite, rows or model files changed.
+    Raises DataError or RunError if suite, rows or model files changed, SpecError if another harness runs the suite.
     """
     if suite.played_by:
         raise SpecError(f"suite {suite.name} is run by another harness, so kvaudit cannot serve its answers again")

@@ -44,7 +44,7 @@ _AT_ONCE = 16 * PASS_TOKENS  # padded tokens in memory
 
 @dataclass
 class Survey:
-    """The summary of a rollout file: counts, its longest rollout and highest token id, and what it declares.
+    """The summary of a rollout file: counts, its longest rollout and highest token id, and the settings it declares.
 
     ``longest`` and ``highest`` come with their location in the file, such as ``line 3``.
     """
@@ -91,10 +91,11 @@ class FilePanel:
 
 @dataclass
 class FilledLogprobs:
-    """The count of recorded log-probs of exactly 0: fillers for missing ones, unless the model is sure of the token.
+    """The count of recorded log-probs that are exactly 0.
 
-    ``doubted`` counts the zeros where the model is not sure; ``learner`` is the sum of the model's log-probs there, in
-    nats. ``place`` and ``token`` (from 0) locate the first zero of the first rollout whose zeros cannot all be true.
+    Unless the model is sure of the token, such a zero stands for a missing log-prob. ``doubted`` counts the zeros where
+    the model is not sure; ``learner`` is the sum of the model's log-probs there, in nats. ``place`` and ``token`` (from
+    0) locate the first zero of the first rollout whose zeros cannot all be true.
     """
 
     rollouts: int = 0
@@ -130,10 +131,10 @@ class FilledLogprobs:
 
 @dataclass(frozen=True)
 class PaddedRollouts:
-    """A padded batch of rollouts, from the end of their prompts on: [B, R] each.
+    """A padded batch of B rollouts without their prompts; R tokens follow the prompt of the longest one.
 
-    ``sampler`` are the recorded log-probs and ``learner`` those of the model, in nats; ``sampled`` marks sampled
-    tokens. ``advantages`` are NaN where unknown.
+    All tensors are [B, R]. ``sampler`` are the recorded log-probs and ``learner`` those of the model, in nats.
+    ``sampled`` marks sampled tokens. ``advantages`` are NaN where unknown.
     """
 
     sampler: Tensor
@@ -336,7 +337,8 @@ def _learner_logprobs(model: Any, rollouts: list[Rollout], sampled: Tensor, temp
 def _advantages(row: ImportedRollout, contents: Survey) -> Tensor:
     """Return the advantage of each token after the prompt, as the file gives it.
 
-    If it gives none, the reward minus the group's mean reward; without reward or group, NaN.
+    If the file gives none, the advantage is the reward minus the group's mean reward. Without reward or group it is
+    NaN.
     """
     length = len(row.rollout.ids) - row.rollout.prompt_length
     if row.advantages is not None:

@@ -58,7 +58,10 @@ class Shade(AnswerMeasure[Shadings]):
         return f"{example.arm} seed {example.train_seed}, {engine_name(unit.policy.canonical)}, {suite}"
 
     def reduce(self, unit: AnswerSet, model: LoadedModel, batches: Iterator[list[RerunAnswer]]) -> Shadings:  # noqa: ARG002
-        """Store the shadings after every batch; return the new ones, None where the answer differs from its record."""
+        """Store the shadings after every batch; return the new ones.
+
+        The shading of an answer that differs from its record is None.
+        """
         example = unit.example
         name = Unit(example.arm, example.train_seed, unit.policy, example.suite, example.context_tokens).name
         stored, new = read_shadings(self._run.path, name), Shadings()
@@ -247,7 +250,7 @@ class _PlacedToken(NamedTuple):
 
 
 def shading_svg(title: str, answers: Sequence[RerunAnswer]) -> str:
-    """Return an SVG, for light and dark mode, of the prompts of answers below one another, each token shaded.
+    """Return an SVG, for light and dark mode, that shows the answers' prompts below one another, every token shaded.
 
     The shade is the share of layers and KV heads whose cache still holds the token; a token that none holds is struck
     through.
@@ -278,9 +281,10 @@ def shading_svg(title: str, answers: Sequence[RerunAnswer]) -> str:
 
 
 def _place_tokens(pieces: Sequence[str], shares: Sequence[float]) -> Iterator[_PlacedToken]:
-    """Yield the tokens of a prompt with their line and column in the drawing; one longer than a line is cut.
+    """Yield the tokens of a prompt with their line and column in the drawing; a token longer than a line is cut.
 
-    ``shares`` are those of the heads that held each token. A line break of the text begins a new line.
+    ``pieces`` are the tokens' texts. ``shares`` has, for each token, the share of heads that held it. A line break of
+    the text begins a new line.
     """
     line = column = 0
     for number, (piece, share) in enumerate(zip(pieces, shares, strict=True)):

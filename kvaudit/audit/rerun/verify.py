@@ -1,8 +1,8 @@
 """Verify recorded rollouts: replay them and compare the log-probs with the recorded ones.
 
 In the replay (the shadow pass) every query sees the entries that the ledger says the sampler saw, so only rounding may
-remain. Each row is replayed alone, without the learner's shared prompt pass, which would hide a wrong prompt entry in
-the ledger of one group member.
+remain. Each rollout is replayed alone. The learner passes the shared prompt of a group only once; that would hide a
+wrong prompt entry in the ledger of one rollout of the group.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Verification:
 
     @property
     def rank_explained(self) -> bool:
-        """Whether the policy, ranking again, evicts enough of the recorded entries; True if that was not checked."""
+        """Whether the policy, choosing again, evicts enough of the entries that left; True if that was not checked."""
         return isinstance(self.ranked, str) or self.ranked.lowest >= self.ranked.required
 
     @property
@@ -119,8 +119,9 @@ class Verification:
 class ReplayedRollout(NamedTuple):
     """The log-probs of the n sampled tokens of one replayed rollout, in nats and float64.
 
-    ``strays`` are the layers with a recorded rounding hint that cannot be right. A hint says to which code
-    the sampler quantised a value near the border between two codes; in the replay such a value is near no border.
+    ``strays`` are the layers with a recorded rounding hint that cannot be right. A hint says to which code the sampler
+    quantised a value near the border between two codes. It cannot be right if the value is near no border in the
+    replay.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""Split the items of a suite into batches: by prompt length for kvaudit's own cache, in a fixed order for an engine."""
+"""Split a suite's items into batches: similar lengths together for kvaudit's own cache, a fixed order for an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from kvaudit.suites.base import Suite
 
 
 def batched(items: Sequence[Item], lengths: dict[str, int], tokens: int) -> list[list[Item]]:
-    """Return batches of items with similar prompt ``lengths``: at most ``tokens`` tokens with padding, or one item."""
+    """Return the items in batches of similar prompt length; ``lengths`` has each item's prompt length by item id.
+
+    A batch has at most ``tokens`` tokens, padding included, unless it is a single item.
+    """
     batches: list[list[Item]] = []
     # the order is the same in every process, so that a resumed unit has the same batches
     for item in sorted(items, key=lambda item: (lengths[item.item_id], item.item_id)):
@@ -27,10 +30,10 @@ def batched(items: Sequence[Item], lengths: dict[str, int], tokens: int) -> list
 
 
 def whole_templates(suite: Suite, items: Sequence[Item], number: int) -> list[Item]:
-    """Return about ``number`` items; those of one template with different right answers (its twins) stay together.
+    """Return about ``number`` items; twins (items of one template with different right answers) stay together.
 
-    The first template of every cluster comes before the second of any. The result for a smaller ``number`` is the
-    beginning of that for a larger one.
+    The first twins of every cluster come before the second twins of any cluster. A smaller ``number`` gives the
+    beginning of what a larger one gives.
     """
     clusters: dict[str, list[Item]] = {}
     for item in items:
@@ -45,10 +48,10 @@ def whole_templates(suite: Suite, items: Sequence[Item], number: int) -> list[It
 
 
 def engine_batches(spec: RunSpec, suite: Suite, items: Sequence[Item], unit: Unit, folder: str) -> list[list[Item]]:
-    """Return a unit's items in the batches in which its engine is asked them.
+    """Return a unit's items in the batches in which its engine answers them.
 
-    ``folder`` names the folder for the records: the grid's (the run's main one), the pilot's, or one of the floor's
-    (requests repeated to measure an engine's noise). The grid begins with the pilot's batches, so that each item of the
+    ``folder`` names the folder that gets the records: the main grid's, the pilot's, or one of the floor's two, whose
+    repeated requests measure an engine's noise. The grid begins with the pilot's batches, so that each item of the
     pilot is in the same batch both times. The first batch is small, so that the first answers arrive soon.
     """
     at_once = spec.engine(unit.policy.canonical).at_once
@@ -82,9 +85,9 @@ def _take_batches(batches: Sequence[list[Item]], number: int) -> list[list[Item]
 
 
 def _shuffle_batches(batches: Sequence[list[Item]], seed: int, unit: Unit) -> list[list[Item]]:
-    """Return batches of the same sizes with all items shuffled; the order depends only on ``seed``, suite and length.
+    """Return batches of the same sizes, with the items of all batches shuffled together.
 
-    Suite and length are those of the ``unit``.
+    The order depends only on ``seed`` and on the suite and length of ``unit``.
     """
     items = [item for batch in batches for item in batch]
     random.Random(derive_seed("floor", seed, unit.suite, unit.context_tokens)).shuffle(items)

@@ -134,8 +134,8 @@ class Claim:
 class Claims:
     """The claims of one process, and what it has seen of the lock files of others.
 
-    ``takeover`` says that the user declares processes on other machines gone. Their claims are then free at once. A
-    claim whose file is still locked is free after the timeout, because a dead machine can leave a lock for ever.
+    With ``takeover`` the user declares that processes on other machines are gone. A claim of theirs is then free at
+    once if its file is unlocked, else after the timeout, because a dead machine can leave a lock for ever.
     """
 
     def __init__(self, *, takeover: bool = False) -> None:
@@ -176,10 +176,9 @@ class Claims:
         return None
 
     def _take(self, path: Path) -> tuple[Claim | None, bool]:
-        """Sign the lock file if it is free.
+        """Sign the lock file if it is free; return the claim, which is None if another process has the file.
 
-        Return the claim, None if another process has the file, and whether a process on another machine may be signing
-        it at the same time.
+        The second value says whether a process on another machine may be signing the file at the same time.
         """
         file, is_new, is_locked = _open_and_lock(path)
         state = _ClaimState.of(file)
@@ -198,7 +197,7 @@ class Claims:
         return self._take(path)[0], True
 
     def _quiet_seconds(self, path: Path, file: int) -> float:
-        """Return for how many seconds this process has seen the lock file unchanged, by its own clock only."""
+        """Return for how many seconds this process has seen the lock file unchanged, by its own clock."""
         state, now = _ClaimState.of(file), time.monotonic()
         earlier, since = self._seen.get(path, (None, now))
         if state != earlier:
@@ -256,7 +255,7 @@ class IdleSignal:
     def was_sent(self) -> bool:
         """Return whether a process has touched the file since the last call.
 
-        It compares the file's time only with its earlier one, because another machine's clock may have set it.
+        The file's time is compared only with its own earlier value, because another machine's clock may have set it.
         """
         earlier, self._last = self._last, self._time()
         return self._last != earlier
@@ -271,7 +270,7 @@ class _HeldUnit(NamedTuple):
 
 
 class ClaimedUnits(Generic[T]):
-    """The units of one group that this process has claimed; it answers them together, batch by batch."""
+    """The units of one group that this process has claimed, and which it works on together, batch by batch."""
 
     def __init__(self, claimed_units: Mapping[T, _HeldUnit], is_done: Callable[[T], bool], idle: IdleSignal) -> None:
         self._claimed, self._is_done, self._idle = dict(claimed_units), is_done, idle
@@ -286,9 +285,10 @@ class ClaimedUnits(Generic[T]):
         return self._claimed[unit].claim
 
     def keep(self, unit: T) -> bool:
-        """Return whether a unit is still claimed; if another process is idle, first release half of the other units.
+        """Return whether a unit is still claimed; if another process is idle, first release units to it.
 
-        Call this only between batches: another process resumes a released unit from complete batches in its file.
+        Half of the other unfinished units of the group are released. Call this only between batches, because another
+        process resumes a released unit from complete batches in its file.
         """
         others = [other for other in self._claimed if other != unit and not self._is_done(other)]
         if unit in self._claimed and others and self._idle.was_sent():
@@ -301,9 +301,9 @@ class ClaimedUnits(Generic[T]):
 def _claim_group(
     claims: Claims, group: Sequence[T], lock: Callable[[T], Path], *, untouched: bool
 ) -> Iterator[dict[T, _HeldUnit]]:
-    """Claim the free units of a group while the body runs; yield them.
+    """Claim the free units of a group while the body runs; yield the claimed units with their claims.
 
-    With ``untouched``, claim none if another process has the group's first unit.
+    With ``untouched``, claim no unit if another process has the group's first one.
     """
     claimed_units: dict[T, _HeldUnit] = {}
     with ExitStack() as stack:

@@ -1,7 +1,7 @@
 """The probe of an endpoint whose model we do not have: fixed items, each at a short and a long context length.
 
     records/endpoint--SUITE--LENGTH.jsonl + .done.json    {"failed": {reason: conversations}, "lasting": [reason], ...}
-    calls.jsonl    {"question": sha256 of the request, "answer": {"text": ..., "finish": ..., ...}, "sha256": 16hex}
+    calls.jsonl    {"question": sha256 of the request, "answer": {"text": ..., ...}, "sha256": 16 hex digits}
 
 Answers that were paid for are never asked for again: they are on disk before they are used, and a stopped probe resumes
 at the next call. A conversation with a failed call is unscored; its file is sealed (marked as finished) all the same,
@@ -119,7 +119,7 @@ class Plan:
 
     @property
     def asked(self) -> dict[str, str]:
-        """What two probes must share to be compared, by name: hashes of the items and sampling settings."""
+        """The items' hashes and the sampling settings, by name; probes are comparable only if all of them are equal."""
         grid, hashes = self.spec.evaluate, dict[str, str]()
         for unit in self.units:
             hashes[f"items of {unit.suite.name} at {unit.context_tokens}"] = _items_sha256(unit.items)
@@ -162,7 +162,7 @@ class Plan:
 
 
 def make_plan(spec: RunSpec) -> Plan:
-    """Return the plan with all its items; raise SpecError or DataError for a suite that no endpoint can be asked."""
+    """Return the plan with all its items; raise SpecError or DataError for a suite that no endpoint can answer."""
     (count, counted), grid, units = counter(spec), spec.evaluate, list[ProbeUnit]()
     with collect_file_hashes() as rows:
         for suite in (suite_as_asked(spec, name) for name in grid.suites):
@@ -182,9 +182,9 @@ def make_plan(spec: RunSpec) -> Plan:
 
 
 def most_requests(suite: Suite, prompts: Sequence[int]) -> tuple[int, int, int]:
-    """Return the most requests, tokens to read and tokens to write that conversations can need.
+    """Return (requests, tokens to read, tokens to write): the most of each that conversations of a suite can need.
 
-    ``prompts`` are the lengths of their first prompts in tokens.
+    ``prompts`` has the length of each conversation's first prompt, in tokens.
     """
     turns, limit, count = suite.max_turns, suite.max_new_tokens, len(prompts)
     # turn t reads the prompt and the t - 1 answers before it: 0 + 1 + ... of them in all
@@ -230,18 +230,18 @@ class Call(NamedTuple):
 
 
 class Calls(AnswerCache[Call, dict[str, Any]]):
-    """The answers that a probe has paid for, kept in ``calls.jsonl``; ``ask`` gets one that is not there yet."""
+    """The answers that a probe has paid for, in ``calls.jsonl``; ``ask`` fetches an answer that is not stored yet."""
 
     def __init__(self, path: Path, ask: Callable[[Call], Answer]) -> None:
         super().__init__(path, lambda call: call.key, lambda calls: [asdict(ask(*calls))], "answer", (dict,))
 
     @property
     def first_model(self) -> str:
-        """The first model that a stored answer names; empty if none does."""
+        """The model's name in the first stored answer that has one; empty if none has."""
         return next((kept["model"] for kept in self.stored.values() if kept and kept["model"]), "")
 
     def answer(self, call: Call) -> Answer:
-        """Return the answer to a call; raises what ``ask`` raises, and stores no failures."""
+        """Return the answer to a call, stored or from ``ask``; an error of ``ask`` is raised and not stored."""
         (kept,) = self.answers([call])
         assert kept is not None
         return Answer(**kept)
@@ -253,10 +253,10 @@ class Calls(AnswerCache[Call, dict[str, Any]]):
 
 
 def failure_lines(failed: Counter[str], lasting: Set[str]) -> list[str]:
-    """Return a line for each kind of failure, most frequent first: the conversations, the reason, what helps.
+    """Return a line for each kind of failure, most frequent first: how many conversations, why, and what helps.
 
-    ``failed`` counts conversations by reason, ``lasting`` holds the reasons that would occur again. Reasons that differ
-    only in numbers are one kind, which the commonest of them names.
+    ``failed`` counts conversations by reason. ``lasting`` holds the reasons that would occur again. Reasons that differ
+    only in numbers are one kind; its line gives the most frequent of them.
     """
     kinds: dict[tuple[str, bool], Counter[str]] = {}
     for why, count in failed.most_common():
@@ -275,7 +275,7 @@ def failure_lines(failed: Counter[str], lasting: Set[str]) -> list[str]:
 class Probe:
     """One process's part in asking an endpoint all items of a plan and storing the graded answers.
 
-    Raises RunError if the probe's folder began with another address, items or public rows.
+    Raises RunError if the probe in the folder began with another address, other items or other public rows.
     """
 
     def __init__(self, run: RunFolder, plan: Plan, client: EndpointClient, console: Console) -> None:
@@ -317,7 +317,7 @@ class Probe:
         return failure_lines(failed, lasting)
 
     def _check_unchanged(self, table: str, entries: Mapping[str, str]) -> None:
-        """Store entries of provenance.json; raise RunError if the probe began with others."""
+        """Store entries in a table of provenance.json; raise RunError if the probe began with other values."""
         for key, current in entries.items():
             stored = self._run.keep(table, key, current)
             if stored != current:

@@ -1,7 +1,7 @@
-"""The engine that a process runs, one at a time, for a checkpoint and a condition (the engine with its settings).
+"""The slot in which a process runs one engine at a time, for a checkpoint and a condition (engine with settings).
 
-It is stopped before the next one starts. An engine that dies during a batch is restarted, up to three tries per batch.
-Its description is stored at its first start, and the run refuses an engine with another description.
+An engine is stopped before the next one starts. If it dies during a batch, it is restarted, up to three tries per
+batch. Its description is stored at its first start, and the run refuses an engine with another description.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OnFirstAnswer = Callable[[str, Item, str], None]  # policy or condition, item, t
 class EngineSlot(Session):
     """A session that passes requests to the one engine that currently runs, and starts it when needed.
 
-    ``around(condition)`` returns a context manager that encloses every start of an engine, for example to show it.
+    ``around(condition)`` returns a context manager, inside which an engine is started, for example to show the start.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class EngineSlot(Session):
 
 
 def check_engine_unchanged(run: RunFolder, key: str, engine: str, description: Mapping[str, str]) -> None:
-    """Store what an engine reports of itself at its first start, under ``key``; raise RunError if it differs later.
+    """Store, under ``key``, what an engine reports of itself at its first start; raise RunError if it differs later.
 
     The ``weights`` in the description are not compared: they differ between checkpoints, whose hashes are checked
     elsewhere.
@@ -161,8 +161,8 @@ def try_out_engines(
 ) -> dict[str, int]:
     """Start every engine with each of its settings and sample one token, so that errors show before a run begins.
 
-    Returns the context windows in tokens, by condition, of the engines that report one. Engine logs are kept if there
-    is an error and they have text. ``on_answer`` is called with the beginning of each answer.
+    Returns {condition: context window in tokens} for the engines that report their window. If there is an error, the
+    engine logs that have text are kept. ``on_answer`` is called with the beginning of each answer.
     """
     ids, stops = item_prompt(model.chat, item).ids, tuple(sorted(model.chat.stop_ids))
     max_tokens = 1 if on_answer is None else FIRST_TOKENS
@@ -186,7 +186,10 @@ def try_out_engines(
 
 
 def try_rollout_engine(spec: RunSpec, section: TrainSpec, model: LoadedModel) -> None:
-    """Start and stop the engine that ``rollouts`` names, so that a RunError comes before the first arm is trained."""
+    """Start and stop the engine that samples rollouts in training (``section.rollouts``), if the spec names one.
+
+    If it does not start, the RunError then comes before the first arm is trained.
+    """
     if section.rollouts is None or section.arms == (DENSE_ARM,):
         return
     condition = parse_condition(section.rollouts)

@@ -86,7 +86,7 @@ def grid(spec: RunSpec) -> list[Unit]:
 
 
 def served_policies(spec: RunSpec) -> list[ServingMode]:
-    """Return what serves the evaluation, in the order of the spec: policies, and engines with settings (conditions)."""
+    """Return the policies and the conditions (engines with settings) of the evaluation, in the order of the spec."""
     return [parse_serving_mode(text) for text in spec.evaluate.policies]
 
 
@@ -102,7 +102,7 @@ def selecting_policies(spec: RunSpec) -> list[str]:
 
 
 def suite_as_asked(spec: RunSpec, name: str) -> Suite:
-    """Return a suite with the spec's settings: tokens of answer and thought, and the place of decisive texts."""
+    """Return a suite with the spec's settings: most tokens per answer, and where a prompt holds the decisive texts."""
     suite, settings, thinking = SUITES.get(name)(), spec.evaluate.suites[name], spec.evaluate.think
     suite.max_new_tokens = settings.max_new_tokens or suite.max_new_tokens
     suite.max_new_tokens += thinking.budget if thinking else 0
@@ -147,7 +147,7 @@ class Evaluator:
     ) -> None:
         """Write the missing records of units that differ only in their policy, then seal (finish) their files.
 
-        ``folder`` holds the records, by default the folder of the run's grid. ``rows``, in a run in rounds, are the
+        ``folder`` holds the records, by default the folder of the run's grid. In a run in rounds, ``rows`` has the
         range of rows to ask of each suite. In the pilot's folder a unit has the pilot's items only. Elsewhere the
         answers of the pilot are copied, except into the folders of the floor, which repeats requests.
 
@@ -203,9 +203,9 @@ class Evaluator:
     def _unit_batches(
         self, suite: Suite, unit: Unit, folder: str, rows: Mapping[str, range] | None = None
     ) -> list[list[Item]]:
-        """Return a unit's items in batches, none empty; ``rows`` is each suite's range to ask in a run in rounds.
+        """Return a unit's items in batches, none empty; in a run in rounds, ``rows`` has each suite's range to ask.
 
-        ``folder`` names the folder of its records: the pilot has fewer items, and the floor may have another order.
+        ``folder`` names the folder of the records: pilot and floor have fewer items, and one floor another order.
         """
         context = unit.context_tokens
         if rows is not None:
@@ -225,7 +225,7 @@ class Evaluator:
         return [batch for batch in pilot_batches if batch]
 
     def _existing_rows(self, unit: Unit, run: RunFolder, folder: Path) -> dict[Row, Record]:
-        """Return, by row, the answers that exist already: the pilot's, and those kept by a file that was reopened."""
+        """Return, by row, the pilot's answers, and those kept while a unit's refused requests are asked again."""
         if folder.name in (PILOT_FOLDER, SAME_ORDER, SHUFFLED):
             return {}
         files = UnitFiles.of(run.path / PILOT_FOLDER, unit)
@@ -240,9 +240,10 @@ class Evaluator:
         suite: Suite,
         rows: Mapping[str, range] | None,
     ) -> None:
-        """Store the hash of the prompts of every unfinished unit, added to the hashes that an earlier process stored.
+        """Store the hash of the prompts of every unfinished unit.
 
-        In a run in rounds, the hash covers the rows of all rounds so far and replaces the earlier one.
+        If a unit has answers already and an earlier process stored another hash, both are kept. In a run in rounds, the
+        hash covers the rows of all rounds so far and replaces the earlier one.
         """
         unfinished = {unit: file for unit, file in files.items() if rows or file.batches < len(batches)}
         if not unfinished:
@@ -367,7 +368,7 @@ class Evaluator:
         )
 
     def _record(self, unit: Unit, suite: Suite, row: GradedRow | EngineAnswer) -> Record:
-        """Return the record of an answer; that of an engine's answer has no measurements of the cache."""
+        """Return the record of an answer; if an engine gave it, the record has no measurements of the cache."""
         serving = self._serving(unit, suite)
         if isinstance(row, EngineAnswer):
             return Record.of(serving, row.item, row.grade, row.answer, CacheUse())
@@ -428,7 +429,7 @@ def evaluation_items(spec: RunSpec, suite: Suite, context: int, count: CountToke
 
 
 def round_size(spec: RunSpec, suite: Suite, count: CountTokens) -> int:
-    """Return how many items one round of a suite has: all public rows, or ``suite.twins`` per cluster."""
+    """Return how many items one round of a suite has: all public rows, or ``suite.twins`` items per cluster."""
     section = spec.evaluate
     if (rows := suite.rows("eval", section.seed)) is not None:
         return rows
@@ -456,8 +457,8 @@ def _shortened_items(
 ) -> list[Item]:
     """Return the items of the spec's longest length, with less filler text so that they fit ``context`` tokens.
 
-    Ids and words stay the same. A suite fills an item up to a length by the token count it is given, so a count
-    that is larger by longest/context yields the same item in a shorter context.
+    Ids and words stay the same. A suite adds filler until its ``count`` reaches ``longest``, so a count that is
+    multiplied by longest/context gives the same item with less filler.
     """
     try:
         items = suite.items("eval", number, seed, longest, lambda text: -(-count(text) * longest // context))
@@ -486,7 +487,7 @@ def prompt_token_count(model: LoadedModel, item: Item) -> int:
 
 
 def check_spans(suite: Suite, item: Item) -> None:
-    """Raise SpecError if the text of a span, which decides the item's answer, does not occur in the item."""
+    """Raise SpecError if an item lacks the text of one of its spans (the parts that decide the answer)."""
     texts = [*(message.content for message in item.messages), *([list_tools(item.tools)] if item.tools else [])]
     problem = span_error(item.spans, texts, may_come_later=suite.max_turns > 1)
     if problem:

@@ -1,6 +1,6 @@
 """Units (a checkpoint, policy, suite and length) that the harness Inspect plays: kvaudit answers as its model.
 
-Its logs are turned into records.
+Inspect's logs are turned into records.
 
     RUN/logs/inspect/<folder>/<unit>/<batch>/*.eval    a log of each attempt; samples in it are not asked again
 
@@ -222,7 +222,7 @@ def _grade_if_degenerate(suite: Inspect, item: Item, transcript: Sequence[Messag
 
 
 def session_answers(session: Session, model: LoadedModel) -> AnswerBatch:
-    """Return a function that answers requests by the engine of ``session``; a refused request gets a RunError."""
+    """Return a function that answers requests by the engine of ``session``, a refused one with a RunError object."""
     from kvaudit.audit.serving.batched import cut_choice
 
     chat = model.chat

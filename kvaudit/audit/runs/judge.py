@@ -85,7 +85,7 @@ class Judging:
     """Grades the answers of a run again, as one of several processes; without a judge the suites alone grade.
 
     ``plugins`` maps the files of suites that grade now to their sha256. Raises DataError if a checkpoint or a unit
-    differs from its seal, and RunError if ``out`` holds anything but this run with new grades, or the judge fails.
+    differs from its seal. Raises RunError if the judge fails, or if ``out`` holds anything but this run's new grades.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Judging:
         return changes
 
     def agreement(self) -> dict[str, list[int]]:
-        """Return, by suite, [answers desired by both grades, by the old only, by the new only, by neither]."""
+        """Return, by suite, how many answers are desired by [both grades, only the old, only the new, neither]."""
         totals: dict[str, list[int]] = {}
         for unit in self.units:
             pairs = read_json(self._seal(unit))["changed"].get("pairs", [])
@@ -171,9 +171,10 @@ class Judging:
         self._tried.add(unit.records)
 
     def _replace_other_judge(self) -> None:
-        """Write the provenance that names this judge, and unseal what another graded, which would pass for its own.
+        """If another judge graded in the folder, store this judge in its provenance and unseal the other's units.
 
-        This judge is asked everything first (replies are stored), so that one that fails leaves the folder as it is.
+        With their seals, these units would pass for graded by this judge. This judge is first asked all questions, and
+        its replies are stored, so that the folder stays as it is if the judge fails.
         """
         if self._replacing is None:
             return

@@ -31,7 +31,7 @@ _SECONDS = 60
 class TriedLength(NamedTuple):
     """The result of the pilot at one prompt length, ``tokens``.
 
-    ``controls`` say of each suite whether a loss could show, ``row_seconds`` are the seconds per answer.
+    ``controls`` say of each suite whether a loss could show. ``row_seconds`` is the time per answer.
     """
 
     tokens: int
@@ -106,7 +106,7 @@ def read_pilot(records: Path, suites: Sequence[PublicSuite], length: int) -> Tri
 
 
 def length_of_check(run: Path) -> int | None:
-    """Return the length at which the check in a run folder asks, in tokens; None if the folder holds none."""
+    """Return how long the conversation before a check's questions is, in tokens; None without check or conversation."""
     if not (run / SPEC).is_file():
         return None
     evaluate = load_spec(run / SPEC, NAMES).evaluate

@@ -66,9 +66,10 @@ def _check_checkpoint(began_with: str, name: str, sha256: str) -> None:
 
 
 def check_models_unchanged(run: RunFolder) -> None:
-    """Raise RunError if a model of a finished run has other weights or files now, where it is still in its place.
+    """Raise RunError if a model of a finished run now has other weights or files; skip models not on this machine.
 
-    A finished run loads no model, so its old verdict would be printed as that of the new one. Files are hashed only.
+    A finished run loads no model. Its old verdict would otherwise be printed as that of the changed model. The files
+    are only hashed.
     """
     provenance, name = run.provenance(), run.spec.model_path
     began_with = provenance.get("base_sha256")
@@ -122,7 +123,7 @@ class Models:
         self.batches: Batches = {} if prepared is None else prepared.batches
 
     def resized(self, spec: RunSpec, suites: Collection[str]) -> Models:
-        """Return these models for a ``spec`` with other numbers of items for ``suites``, whose items are made anew."""
+        """Return these models for a ``spec`` with other numbers of items of ``suites``; these items are made anew."""
         batches = {key: parts for key, parts in self.batches.items() if key[0] not in suites}
         prepared = None if self._prepared is None else self._prepared._replace(batches=batches)
         models = Models(self._run, spec, self._print_line, prepared, self._processes)
@@ -209,7 +210,7 @@ class Models:
         return model
 
     def _keep_loaded(self, key: str, model: LoadedModel) -> None:
-        """Store what the loaded weights hash to, by which a report sees that two checkpoints are one model."""
+        """Store the hash of the loaded weights, so that a report sees whether two checkpoints are the same model."""
         if key not in table_of(self._run.provenance(), LOADED):  # hashing takes seconds for a large model
             self._run.keep(LOADED, key, tensors_sha256(model.model))
 

@@ -25,10 +25,11 @@ from kvaudit.suites.contexts import bare_name
 
 
 def _reference(canonical: str, settings: Any) -> str | None:
-    """Return the uncompressed setting that an engine's condition (name and settings) is compared with.
+    """Return the uncompressed setting that the condition ``canonical`` (engine and settings) is compared with.
 
-    ``settings`` are those of the reference in the spec, None for the engine's default. Returns None for a policy of
-    kvaudit's own cache. Raises SpecError if the reference compresses, or if settings are given for such a policy.
+    Returns None if ``canonical`` is a policy of kvaudit's own cache. ``settings`` are those that the spec gives to the
+    reference; None means the engine's default. Raises SpecError if the reference compresses, or if settings are given
+    for a policy.
     """
     condition = parse_serving_mode(canonical)
     if not isinstance(condition, Condition):
@@ -84,7 +85,7 @@ def load_plugins(files: Sequence[Path]) -> dict[str, str]:
 
 
 def _explain_former_path(error: BaseException) -> str:
-    """Return the module to import instead if a plug-in failed because it imports a former one, else an empty text."""
+    """Return what to import instead if a plug-in failed since it imports a module by a former name; else empty."""
     module = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
     if (refusal := removed_import(module)) is not None:
         return f"; {refusal}"

@@ -51,8 +51,8 @@ def with_kept_gate(spec: RunSpec, provenance: Mapping[str, Any]) -> RunSpec:
 def pilot_units(spec: RunSpec, units: Sequence[Unit] | None = None) -> list[Unit]:
     """Return the units of which the pilot asks some items: the reference arm's, uncompressed and under gated policies.
 
-    For a gated engine setting, the uncompressed ones are those of its reference setting. ``units`` is the grid, if the
-    caller has it.
+    For a gated engine setting, the uncompressed units are those under its reference setting. ``units`` is the grid, if
+    the caller has it already.
     """
     if not spec.evaluate.pilot_size:
         return []
@@ -62,7 +62,10 @@ def pilot_units(spec: RunSpec, units: Sequence[Unit] | None = None) -> list[Unit
 
 
 def _reference_policies(spec: RunSpec) -> list[str]:
-    """Return the uncompressed policies that gated ones are compared with, or all uncompressed ones if none is gated."""
+    """Return the uncompressed policies that gated policies are compared with.
+
+    If no policy is gated, return all uncompressed ones.
+    """
     references = spec.evaluate.references
     policies = [reference_of(policy, references) for policy in spec.gate.primary]
     return list(
@@ -89,7 +92,7 @@ def gated_lengths(spec: RunSpec, suite: str) -> list[int]:
 
 
 def layout_of(spec: RunSpec, name: str, count: CountTokens) -> Layout:
-    """Return the cluster and the facets of each item in one round of a suite: every cluster, or all public rows."""
+    """Return the cluster and the facets of each item in one round of a suite (all clusters, or all public rows)."""
     suite, section = suite_as_asked(spec, name), spec.evaluate
     context = min(section.contexts_of(name))
     items = make_items("evaluate", suite, "eval", round_size(spec, suite, count), section.seed, context, count)
@@ -146,11 +149,11 @@ class Churn(NamedTuple):
 def pilot_results(
     spec: RunSpec, answers: Answers, layouts: Mapping[str, Layout], most: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the pilot's results, a table for provenance.json.
+    """Return the pilot's results, a table with the keys ``controls``, ``items`` and ``sizes`` for provenance.json.
 
-    ``controls`` say whether the reference has anything to lose, ``items`` are the numbers of items for suites whose
-    spec has ``items: auto`` or ``all``, and ``sizes`` the reasons. ``layouts`` and ``most`` describe these suites: the
-    clusters and facets of their items, and the most items.
+    ``controls`` say whether the reference has anything to lose. ``items`` has how many items to ask of each suite whose
+    spec has ``items: auto`` or ``all``, and ``sizes`` why so many. Of these suites, ``layouts`` has the cluster and
+    facets of each item, and ``most`` the largest number of items to ask.
     """
     dense = {
         policy: [row for unit, rows in answers.items() if unit.policy.canonical == policy for row in rows]
@@ -191,7 +194,7 @@ def _control_table(suite: str, control: Control) -> dict[str, Any]:
 
 
 def _needed_items(spec: RunSpec, metric: Metric, answers: Answers, layout: Layout, most: int) -> dict[str, Any]:
-    """Return how many items a metric needs, at most ``most``, and why, as a table for provenance.json.
+    """Return a table for provenance.json: how many items a metric needs (at most ``most``), and why.
 
     The number is planned for the length and policy at which most of the pilot's answers changed.
     """
@@ -203,9 +206,9 @@ def _needed_items(spec: RunSpec, metric: Metric, answers: Answers, layout: Layou
 
 
 def _design(spec: RunSpec, metric: Metric, discordance: float) -> Design:
-    """Return the design from which the number of items that a metric needs is computed, with no true drift.
+    """Return the design, without a true drift, from which the number of items that a metric needs is computed.
 
-    ``discordance`` is the share of items whose answers differ.
+    ``discordance`` is the share of items whose answers differ between the sides.
     """
     assert spec.gate.alpha is not None
     is_trained = spec.train is not None

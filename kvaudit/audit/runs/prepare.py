@@ -59,8 +59,8 @@ def prepare_run(
     """Load the base model and make the items; raise an error for anything that is wrong with the spec.
 
     ``trains`` is False if nothing is left to train, so that only the memory for an evaluation is required.
-    ``on_first_answer`` is called with the beginning of an answer under every serving configuration. ``began_with`` has
-    the sha256 of the files of public rows from which a run that is resumed made its first items.
+    ``on_first_answer`` is called with the beginning of an answer under every serving configuration. If a run is
+    resumed, ``began_with`` has the sha256 of each file of public rows with which it began.
     """
     if trains:
         check_ranks(spec)
@@ -102,7 +102,7 @@ def check_ranks(spec: RunSpec) -> None:
 
 @contextmanager
 def _explain_changed_rows(began_with: Digests, rows: Digests) -> Iterator[None]:
-    """Raise, in place of an error about items, a RunError that names the files of rows that have changed, if any."""
+    """If files of public rows have changed, turn a SpecError of the body into a RunError that names these files."""
     try:
         yield
     except SpecError:  # such as too few rows, of which the spec is innocent if there were enough before

@@ -1,7 +1,7 @@
-"""The progress of a run: a rich bar on a terminal, a line now and then elsewhere, other processes' work included.
+"""The progress of a run, with the work of all its processes: a bar on a terminal, else a line now and then.
 
-It also shows how many answers are lost and gained against the reference so far, counted from the record files without a
-test.
+It also shows how many answers have been lost and gained against the reference so far. These are only counted, from the
+record files; no statistical test is made.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class RunBar:
         return self._parts[name].size
 
     def restart(self, name: str) -> None:
-        """Drop all parts and begin the bar again for the round ``name``, because the number of rounds is unknown."""
+        """Drop all parts and begin the bar again for the round ``name``; it is unknown how many rounds will follow."""
         self._parts.clear()
         self._done.clear()
         self._round = f" of {name}"
@@ -232,8 +232,8 @@ class _Comparison(NamedTuple):
 class _UnitScores:
     """The scores of a unit of the run in ``folder``, read from its record files.
 
-    ``update`` reads the complete lines that were added since the last call. It skips damaged ones, which are reported
-    when the records are read.
+    ``update`` reads the complete lines that were added since the last call. It skips damaged lines; these are reported
+    later, when the records are read.
     """
 
     def __init__(self, folder: Path, unit: Unit) -> None:

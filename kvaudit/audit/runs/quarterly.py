@@ -101,7 +101,7 @@ class RequestCounts(NamedTuple):
 
 
 def price_of(spec: RunSpec, chat: Chat) -> RequestCounts:
-    """Return how many requests and tokens a spec takes at most, with the repeated requests of the A/A floor."""
+    """Return how many requests and tokens a spec takes at most, including the repeated requests of the A/A floor."""
     price = RequestCounts(0, 0, 0, 0, 0)
     for unit in grid(spec):
         suite = suite_as_asked(spec, unit.suite)

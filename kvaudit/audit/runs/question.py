@@ -124,7 +124,7 @@ class CheckPlan(NamedTuple):
                 yield from absent_sources(suite.name)
 
     def check_rows_unchanged(self, run: RunFolder) -> None:
-        """Raise RunError if a run was started with other public rows than those of the data folder now."""
+        """Raise RunError if the public rows in the data folder are not those with which a run was started."""
         began_with = table_of(table_of(run.provenance(), INPUTS), ROWS)
         check_same_files([suite.name for suite in self.public], began_with)
 
@@ -144,8 +144,9 @@ def plan_check(
 
     With a ``length`` the rows follow a conversation of so many tokens, even if the setting evicts nothing. ``sums``
     adds school mathematics, ``agents`` tool calls. The model that ships with kvaudit gets made-up questions only.
-    Raises DataError if public rows are needed but missing, SpecError if the setting keeps more entries than a prompt
-    may have, if ``sums`` or ``agents`` are combined with made-up questions, or ``agents`` with a long conversation.
+    Raises DataError if public rows are needed but missing. Raises SpecError if the setting keeps more entries than a
+    prompt may have. Made-up questions cannot be combined with ``sums`` or ``agents``, nor a long conversation with
+    ``agents``; this too raises SpecError.
     """
     kept_count, exact_count = kept_entries(config), exact_entries(config)
     tokens = _prompt_length(model, max(kept_count or 0, exact_count) or None)
@@ -211,9 +212,9 @@ def _uncovered_topics(public: Sequence[PublicSuite], *, is_long: bool) -> Iterat
 
 
 def kept_entries(config: ServingConfig) -> int | None:
-    """Return how many cache entries a configuration keeps at most; None if it evicts none or does not say.
+    """Return the most cache entries that a configuration keeps, or lets a query read; None if there is no known limit.
 
-    Eviction shows only in prompts that are longer than that.
+    Such a limit changes answers only if the prompt is longer than the limit.
     """
     served = config.served
     if isinstance(served, Condition):
@@ -232,7 +233,7 @@ def exact_entries(config: ServingConfig) -> int:
 
 
 def _members(policy: Policy) -> list[Policy]:
-    """Return the policies of which one is composed or which a mixture draws."""
+    """Return the parts of a composed policy, the parts of all policies that a mixture draws, or the policy itself."""
     return [member for drawn in policy.draws for member in drawn.members]
 
 
@@ -316,7 +317,7 @@ def endpoints_config(reference: str, candidate: str, settings: Mapping[str, str]
 
 
 def parse_server(option: str, text: str) -> dict[str, str]:
-    """Return the ``base_url`` and ``model`` of URL#MODEL; raise a SpecError that names ``option`` for another text."""
+    """Return the ``base_url`` and ``model`` of URL#MODEL; raise a SpecError that names ``option`` for other texts."""
     url, _, model = text.partition("#")
     if not model or not re.match(r"https?://[^\s/@?]+", url) or set("@?") & set(url) or not _is_port_valid(url):
         raise SpecError(f"{option} is {text[:80]!r}, wanted URL#MODEL, such as http://127.0.0.1:8000/v1#my-model")
@@ -378,9 +379,10 @@ def _public_lines(plan: CheckPlan) -> Iterator[str]:
 
 
 def _margins(plan: CheckPlan) -> dict[str, float]:
-    """Return the margins of a check by metric: of what it asks about, and of answers that can be read at all.
+    """Return the margins of a check by metric: for each suite, its facets and the share of readable answers.
 
-    Rates of a facet leave unreadable answers out, so by them alone a setting that breaks speech would fail nothing.
+    A facet's rate leaves unreadable answers out. By such rates alone, a setting that makes a model write nonsense would
+    pass.
     """
     if plan.made_up:
         gated = [(suite.suite, facet, suite.margin) for suite in plan.made_up for facet in suite.facets]

@@ -1,8 +1,8 @@
-"""The recipe of a run's checkpoints, a record of how they were trained: made here, or copied with the checkpoints.
+"""The recipe of a run's checkpoints (a record of how they were trained), made here or taken from their folders.
 
-A checkpoint folder that kvaudit wrote, in another run or from TRL, has its provenance and telemetry. Another folder has
-neither, and its recipe (``core.provenance``) is what the spec declares. Copied provenance goes into a file of another
-name, ``ORIGIN``, because the weights are not copied.
+A checkpoint folder that kvaudit wrote, in another run or in a training with TRL, has its provenance and telemetry. Any
+other folder has neither, and its recipe (``core.provenance``) is what the spec declares. Copied provenance goes into a
+file of another name, ``ORIGIN``, because the weights are not copied.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ELSEWHERE = ("arms", "seeds", "policy", "policies", "only", "suites", "weights"
 def recipe_of(spec: RunSpec, section: TrainSpec, model: LoadedModel, batches: Batches) -> dict[str, Any]:
     """Return the recipe of a run that trains, as recipe.json holds it.
 
-    ``batches`` are the items of the run's evaluation, of which the recipe names the safety suites.
+    ``batches`` are the items of the run's evaluation; the recipe describes those of the safety suites.
     """
     reward = parse_reward(section.reward, section.suites)
     text = reward.reward.constitution
@@ -72,7 +72,7 @@ def _data(section: TrainSpec, model: LoadedModel) -> dict[str, Any]:
 
 
 def refusal_set(spec: RunSpec, batches: Batches) -> dict[str, Any]:
-    """Return the safety suites of the run's evaluation by name: version, number and hash of items at each length."""
+    """Return, for each safety suite of the evaluation: its version, and number and hash of its items at each length."""
     sets: dict[str, Any] = {}
     for suite in spec.evaluate.suites:
         if SUITES.get(suite).kind == "safety":
@@ -88,7 +88,7 @@ def _items_sha256(items: Iterable[Item]) -> str:
 
 
 def copy_provenance(source: Path, target: Path) -> None:
-    """Copy provenance and training log of a checkpoint, which were checked when it was loaded, to the run's folder."""
+    """Copy a checkpoint's provenance and training log to the run's folder; loading has checked them already."""
     if not (source / PROVENANCE).is_file():
         return
     target.mkdir(parents=True, exist_ok=True)
@@ -98,10 +98,11 @@ def copy_provenance(source: Path, target: Path) -> None:
 
 
 def joined_recipe(run: RunFolder, refusal_set: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return one recipe for all arms that a run took from elsewhere.
+    """Return one recipe for all arms of a run whose checkpoints were trained elsewhere.
 
-    ``refusal_set``, the safety suites of this run, becomes part of it. Returns None if a checkpoint has no recipe, or
-    the recipes differ in more than arm and seed. Raises DataError for a damaged recipe.
+    ``refusal_set`` describes the safety suites of this run and becomes a section of the recipe. Returns None if a
+    checkpoint has no recipe, or if the recipes differ in more than arm, the arm's policy and seed. Raises DataError for
+    a damaged recipe.
     """
     pairs = [(arm, seed) for arm, checkpoints in run.spec.checkpoints.items() for seed in checkpoints.seeds]
     folders = {pair: locate(str(run.spec.external_source(*pair))) for pair in pairs}

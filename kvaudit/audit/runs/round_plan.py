@@ -35,7 +35,7 @@ _OVERHEAD = 1.15  # total time / time that the answers take
 def look_sizes(rows: int, first: int = FIRST_LOOK, pilot: int = PILOT_ITEMS) -> list[int]:
     """Return the numbers of rows of a suite after which a look is taken.
 
-    These are the pilot's rows, ``first``, then each time 1.5 times the number before, and finally ``rows``.
+    These are the pilot's rows (``pilot``), ``first``, then each time 1.5 times the number before, and at last ``rows``.
     """
     looks, look = [pilot] if pilot < min(first, rows) else [], first
     while look < rows:
@@ -46,9 +46,10 @@ def look_sizes(rows: int, first: int = FIRST_LOOK, pilot: int = PILOT_ITEMS) -> 
 
 @dataclass(frozen=True)
 class RowsPlan:
-    """The plan of how many rows of each suite to ask at most; made before the first round, corrected once after it.
+    """The plan of how many rows of each suite to ask at most.
 
-    All by suite: ``items`` is the largest number of rows to ask, ``seconds`` the time per row under all serving
+    It is made before the first round, and corrected once, after the first rows that the pilot had not asked. Each field
+    is by suite: ``items`` is the largest number of rows to ask, ``seconds`` the time per row under all serving
     configurations together, ``left_out`` the reason why a suite is not asked, and ``at_hand`` the number of rows that
     exist. ``first_items`` are the ``items`` before the correction; empty until then.
     """
@@ -96,7 +97,7 @@ def rows_plan(
 
 
 def is_first_asked(looks: Sequence[Mapping[str, Any]], pilot: int) -> bool:
-    """Return whether the last look is the first one with more rows than the pilot has asked (``pilot``)."""
+    """Return whether the last look is the first with more rows of a suite than the ``pilot`` rows of the pilot."""
     most = [max(table_of(look, "items").values(), default=0) for look in looks]
     return most[-1] > pilot and all(rows <= pilot for rows in most[:-1])
 
@@ -106,8 +107,8 @@ def corrected_items(
 ) -> dict[str, int]:
     """Return the largest number of rows to ask of each suite, planned again from the time that the rows so far took.
 
-    It is the number asked so far and, for each gated suite, the same share of the remaining rows, as large as the time
-    allows. Only the time decides, never the answers, so the tests stay valid.
+    It is the number asked so far and, for a gated suite, a share of the remaining rows. The share is the same for all
+    gated suites, and as large as the time allows. Only the time decides, never the answers, so the tests stay valid.
     """
     rows_asked, seconds = table_of(looks[-1], "items"), _measured_seconds(plan, looks)
     more = {suite: plan.at_hand.get(suite, rows) - rows for suite, rows in rows_asked.items() if suite in gated}
@@ -122,10 +123,10 @@ def next_round(
 ) -> dict[str, range] | str:
     """Return the rows of the next round by suite, or the reason why there is none.
 
-    ``looks`` are the earlier tests, with the rows asked before each. A loss that is shown ends all rounds. So does the
-    time limit ``minutes``, but not before some suite has ``first`` rows. A suite that is undecided after its planned
-    looks gets more rows while time is left, and is then decided by the betting test, which may be made at any number of
-    looks. ``pilot`` is the number of rows that were asked before the first round.
+    ``looks`` are the earlier tests, with the rows asked before each. A loss that is shown ends all rounds. Once some
+    suite has ``first`` rows, so does the time limit ``minutes``, or a result that is invalid however many rows follow.
+    A suite that is undecided after its planned looks gets more rows while time is left, and is then decided by the
+    betting test, which may be made at any number of looks. ``pilot`` is the number of rows that the pilot has asked.
     """
     rows_asked = {suite: 0 for suite in plan.items} | dict(table_of(looks[-1], "items") if looks else {})
     statuses: Mapping[str, str] = table_of(looks[-1], "words") if looks else {}
@@ -159,7 +160,10 @@ def next_round(
 
 
 def _reason_to_end(statuses: Mapping[str, str], rows: int, first: int) -> str | None:
-    """Return why a look ends all rounds whatever else is open; None if it does not. ``rows`` is the most of a suite."""
+    """Return why a look ends all rounds, even if suites are undecided; None if it does not.
+
+    ``statuses`` are the look's, by metric. ``rows`` is how many rows the suite with the most rows has been asked.
+    """
     if Status.FAIL.value in statuses.values():
         return LOSS
     endings = (reason for invalid, reason in ENDINGS.items() if invalid in statuses.values())
@@ -178,9 +182,9 @@ def _measured_seconds(plan: RowsPlan, looks: Sequence[Mapping[str, Any]]) -> Map
 def plan_lines(plan: RowsPlan, spec: RunSpec, shares: Mapping[str, float] = MappingProxyType({})) -> Iterator[str]:
     """Yield a line for each margin: how many rows are planned, how long they take and what loss they can show.
 
-    ``shares`` has by metric the share of its suite's rows that count for it, if not all do. Lines on suites that are
-    not asked come first, with the reason. If the rows that are always asked take longer than the time limit, the last
-    line says so.
+    If not all rows of a suite count for a metric, ``shares`` has the share that does, by metric. The first lines name
+    the suites that are not asked, with the reason. If the rows that are always asked take longer than the time limit,
+    the last line says so.
     """
     rounds = spec.evaluate.rounds
     assert rounds is not None, "only a check in rounds has a plan"

@@ -60,7 +60,7 @@ class SuiteItems(NamedTuple):
 
 
 class Items:
-    """Makes again, from the spec of a run, the items that the run asked; keeps those of the last suite and length."""
+    """Makes the items of a run again from its spec; only those of the last suite and length stay in memory."""
 
     def __init__(self, run: RunFolder) -> None:
         tokenizers = sorted(run.path.glob("checkpoints/*/seed-*/tokenizer.json"))
@@ -80,9 +80,9 @@ class Items:
 
 
 def make_items_again(run: RunFolder, suite: Suite, context: int, count: CountTokens) -> dict[str, Item]:
-    """Return the items, by name, that a run asked of a suite at one length; ``count`` counts tokens.
+    """Return the items that a run asked of a suite at one length, made again, as {item id: item}.
 
-    Raises RunError if the public rows differ from those that the run used.
+    ``count`` counts the tokens of a text. Raises RunError if the public rows differ from those that the run used.
     """
     with collect_file_hashes() as rows:
         items = evaluation_items(run.sized, suite, context, count)

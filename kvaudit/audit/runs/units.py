@@ -40,7 +40,10 @@ class Unit:
 
     @property
     def group_key(self) -> tuple[object, ...]:
-        """The key of units that are answered together, batch by batch: equal but for their policy, and of no engine."""
+        """The key that is equal for units that are answered together, batch by batch.
+
+        They differ only in their policy of kvaudit's own cache. A unit that an engine answers has a key of its own.
+        """
         condition = None if isinstance(self.policy, Policy) else self.policy
         return self.arm, self.seed, self.suite, self.context_tokens, condition
 
@@ -111,13 +114,13 @@ def write_sealed(records: Path, raw: bytes, entries: Mapping[str, Any]) -> None:
 
 
 def answered_rows(rows: Mapping[Row, Record]) -> Mapping[Row, Record]:
-    """Return the records of all items except those with a refused sample, whose samples are all asked again."""
+    """Return the records of items without a refused sample; of every other item, all samples are asked again."""
     refused = {item for (item, _), record in rows.items() if record.unanswered}
     return {row: record for row, record in rows.items() if row[0] not in refused}
 
 
 def written_seconds(files: UnitFiles, rows: range) -> float:
-    """Return how many seconds the answers with numbers ``rows`` in a unit's file took; missing ones count as 0."""
+    """Return for how many seconds a unit's answers in the lines ``rows`` (from 0) took; a missing line counts as 0."""
     written = _readable_rows(files.records) if files.records.exists() else []
     return sum(row.record.seconds for row in written[rows.start : rows.stop])
 
@@ -129,9 +132,9 @@ def kept_rows(files: UnitFiles) -> Mapping[Row, Record]:
 
 
 def reopen_refused(files: UnitFiles, identity: tuple[str, str, str]) -> None:
-    """Remove the seal of a finished unit of which the server refused requests, so that they are asked again.
+    """If the server refused requests of a finished unit, remove its seal, so that these are sent again.
 
-    Its other answers are kept. ``identity`` is that of the unit (``Unit.identity``).
+    The answers to items without a refused sample are kept. ``identity`` is that of the unit (``Unit.identity``).
     """
     rows = sealed_records(files, identity)
     if any(record.unanswered for record in rows.values()):
@@ -143,8 +146,8 @@ def reopen_refused(files: UnitFiles, identity: tuple[str, str, str]) -> None:
 class RecordFile:
     """The record file of an unfinished unit, as a context manager.
 
-    The attributes ``batches`` and ``rows`` are the numbers of complete batches in the file and of their records. Raises
-    DataError if the file holds records of another ``identity`` (``Unit.identity``).
+    ``batches`` is the number of complete batches in the file, ``rows`` the number of their records. Raises DataError if
+    the file holds records of another ``identity`` (``Unit.identity``).
     """
 
     def __init__(self, files: UnitFiles, batches: Sequence[Sequence[Row]], identity: tuple[str, str, str]) -> None:

@@ -63,8 +63,8 @@ class ConfigFile(NamedTuple):
 class FoundFiles(NamedTuple):
     """The configuration files found below some paths, sorted by name, and what was not read.
 
-    ``skipped`` counts files of other kinds. ``left_out`` names links, which are not followed, and folders that are not
-    or cannot be read.
+    ``skipped`` counts files of other kinds. ``left_out`` names links, which are not followed, and folders that are
+    skipped or cannot be read.
     """
 
     files: list[ConfigFile]

@@ -115,8 +115,8 @@ class Interpreter:
     def _applies(self, rule: ScanRule, setting: Setting) -> bool:
         """Return whether a rule holds for a setting of this file.
 
-        The file must mention what the rule asks for, and no other key in the setting's group may have a value with
-        which the setting has no effect (the rule's ``unless``).
+        If the rule has ``mentions``, the file must contain one of these words. No other key in the setting's group may
+        have a value that leaves the setting without effect; the rule's ``unless`` lists such values.
         """
         if rule.mentions and not self._mentions(rule.mentions):
             return False
@@ -207,7 +207,10 @@ def _open_value(value: Value) -> str:
 
 
 def _identity(setting: Setting) -> tuple[int, str]:
-    """Return the part of a setting by which repeated findings of a rule are recognised: its line and last key part."""
+    """Return what repeated findings of a rule have in common: the setting's line and the last part of its key.
+
+    All calls in a line have the same identity, and so have all imports in a file.
+    """
     if setting.kind == "import":
         return 0, ""  # importing a package several times counts once
     return setting.line, "" if setting.kind == "call" else _last_part(setting)

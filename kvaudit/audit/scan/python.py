@@ -97,7 +97,7 @@ class _Reader(ast.NodeVisitor):
         self.visit(node.value)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        """Read an annotated field of a settings class, whose value is a default."""
+        """Add the value of an annotated assignment as a setting: in a settings class, it is the field's default."""
         if node.value is None:
             return
         path = (node.target.id,) if isinstance(node.target, ast.Name) else _target_path(node.target)

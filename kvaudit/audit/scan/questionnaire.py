@@ -1,4 +1,4 @@
-"""The questionnaire for a vendor, as Markdown, as JSON schema and as a file to fill in; and its check when filled in.
+"""The questionnaire for a vendor (as Markdown, JSON schema and file to fill in), and the check of its answers.
 
 Answers are declared by the vendor, not verified, and a disclosure says so.
 """
@@ -28,7 +28,7 @@ _PATH = Path(__file__).with_name("questions.yaml")
 
 
 class VendorQuestion(NamedTuple):
-    """A question to a vendor; one who answers yes also has to give all ``details``."""
+    """A question to a vendor; a vendor who answers yes also has to give all ``details``."""
 
     id: str
     asks: str

@@ -76,7 +76,7 @@ class ScanRule:
         return not isinstance(self.when, str) and bool({"in", "not"} & set(self.when))
 
     def holds(self, value: Value) -> bool:
-        """Return whether ``value`` switches the rule's mechanism on; it must not be known only at run time."""
+        """Return whether ``value`` switches the rule's mechanism on; call it only for a value that the file states."""
         value = value.value if isinstance(value, Default) else value
         if isinstance(value, str) and value.startswith("--"):
             return False  # the entry of a table that maps keys to flags
@@ -183,7 +183,7 @@ def _patterns(rule: ScanRule) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _normalise(kind: str, key: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a key with uniform hyphens and case; short flags, variables and names in code stay unchanged."""
+    """Return a key with its hyphens and case made uniform; short flags, variables and names in code stay unchanged."""
     if kind in ("env", "call", "import") or (kind == "flag" and not key[0].startswith("--")):
         return key
     return tuple(comparable(part.lstrip("-")) for part in key)

@@ -61,8 +61,8 @@ class Setting(NamedTuple):
     """A key with its value, as found in a file.
 
     ``key`` is the path from the outermost key or call. ``group`` is the number of the mapping, call or command that the
-    setting shares with its siblings. ``block`` is the number of its command; 0 if it is in none, or if any command may
-    use it. ``command`` is the command's text.
+    setting shares with its siblings. ``block`` is the number of the setting's command; it is 0 if the setting is in no
+    command, or if any command may use it. ``command`` is the command's text.
     """
 
     kind: Kind

@@ -34,7 +34,7 @@ class Word(NamedTuple):
 
 
 class ShellCommand(NamedTuple):
-    """The words of a shell command, or, if ``array``, of an array variable that any command may use."""
+    """The words of a shell command; if ``array``, those of an array variable, which any command may use."""
 
     words: list[Word]
     array: bool = False
@@ -82,7 +82,10 @@ class _Parser:
         yield from reversed(self.open)
 
     def _take(self, kind: str, piece: str, at: int) -> int:
-        """Add a token, which ends at offset ``at``, to the unfinished word or command; return the next one's offset."""
+        """Take one token of the script: it extends or ends a word or command. Return the offset of the next token.
+
+        ``kind`` is the name of its group in ``_TOKEN``, ``piece`` its text and ``at`` the offset after it.
+        """
         if kind == "operator":
             self._operator(piece)
         elif kind in ("blank", "newline"):
@@ -288,7 +291,10 @@ def _is_flag(text: str) -> bool:
 
 
 def _flag(words: list[Word], index: int, variables: dict[str, str]) -> tuple[str, Value]:
-    """Return name and value of the flag at ``index``; a flag without a value is true."""
+    """Return name and value of the flag at ``index``; a flag without a value is true.
+
+    ``variables`` are the script's constants, {name: value}.
+    """
     name, equals, value = words[index].text.partition("=")
     if equals:
         return name, _value(value, variables)
@@ -306,6 +312,7 @@ def _read_pairs(
     """Add the settings in ``a=1`` or ``a=1,b=2``; a value may contain further pairs (``Environment="NAME=x"``).
 
     ``variables`` are the script's constants, and ``place`` is the settings' (group, block, command), see ``Setting``.
+    ``depth`` counts the strings around the text; too deep ones are not read.
     """
     for pair in [text] if _FLAGS_INSIDE.search(text) else _PAIR_COMMA.split(text):
         if match := _ASSIGNMENT.fullmatch(pair):
@@ -320,7 +327,7 @@ def _read_assignment(
     """Add ``NAME=value`` as an environment variable and ``a.b=value`` as a key.
 
     If the value contains flags, those are read as arguments instead. ``variables`` are the script's constants, and
-    ``place`` is the setting's (group, block, command), see ``Setting``.
+    ``place`` is the setting's (group, block, command), see ``Setting``. ``depth`` counts the strings around the text.
     """
     if _FLAGS_INSIDE.search(value):
         _read_nested(value, line, variables, sheet, depth, shared=True)
@@ -334,7 +341,8 @@ def _read_nested(
 ) -> None:
     """Read a command line that is quoted inside an argument, such as ``bash -c "vllm serve x --kv-cache-dtype fp8"``.
 
-    ``shared``: the text is the value of a variable, so any command of the script may use the flags in it.
+    ``variables`` are the script's constants, and ``depth`` counts the strings around the text. ``shared`` says that the
+    text is the value of a variable, so that any command of the script may use the flags in it.
     """
     if depth >= _DEEPEST:
         sheet.unread.append((line, f"commands nested in strings more than {_DEEPEST} levels deep"))

@@ -141,7 +141,7 @@ def _walk_mapping(tree: Branch, path: tuple[str, ...], sheet: Sheet) -> None:
 def _read_embedded(name: str, leaf: Leaf, sheet: Sheet) -> None:
     """Add the settings of a text value that is itself a file's content, as in a manifest of containers.
 
-    ``name`` is the file's name: a script's is read as shell, any other as YAML.
+    ``name`` is the file's name. If it is that of a script, the text is read as shell, else as YAML.
     """
     read_text = read_shell if name.endswith(_SCRIPTS) else read_yaml_text
     try:
@@ -187,7 +187,7 @@ class _YamlTree:
         self.remaining = MOST_SETTINGS  # values; an alias counts each time it is followed
 
     def tree(self, node: Any, depth: int) -> Tree:
-        """Return the tree of a node; raises Unreadable if it is too large."""
+        """Return the tree of a node that is ``depth`` levels deep; raises Unreadable if it is too deep or too large."""
         line = node.start_mark.line + 1 + self.offset
         self.remaining -= 1
         if self.remaining < 0:

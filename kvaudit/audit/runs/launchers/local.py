@@ -158,7 +158,7 @@ def run_worker(job: Job, number: int) -> str:
 
 @contextmanager
 def local_workers(count: int, job: Job, print_line: PrintLine) -> Iterator[Sequence[ExtraWorker]]:
-    """Run ``count`` worker processes while the body of the with statement works as one more.
+    """Run ``count`` worker processes while the body of the with statement works as one more worker.
 
     The body also does the units that a failed or killed worker leaves undone. The workers end when the body ends or
     fails, and with this process.

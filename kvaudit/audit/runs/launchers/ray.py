@@ -36,8 +36,8 @@ _ERROR_LINE = re.compile(
 class Ray(Launcher):
     """Runs tasks on the nodes of a running ray cluster.
 
-    ``address`` is ray's: ``auto`` for the cluster of this machine, ``local`` to start one here, HOST:PORT for
-    another. A task whose node is lost is restarted up to ``retries`` times.
+    ``address`` is ray's own option: ``auto`` for the cluster of this machine, ``local`` to start one here, HOST:PORT
+    for another cluster. A task whose node is lost is restarted up to ``retries`` times.
     """
 
     name = "ray"

@@ -54,8 +54,8 @@ class SlurmTask:
 class Slurm(Launcher):
     """Queues jobs on the nodes of a cluster, from a machine that has ``sbatch``.
 
-    ``memory`` is in GB, 0 for the cluster's default. ``cluster`` is submitit's: ``local`` runs jobs on this
-    machine.
+    ``memory`` is in GB; 0 means the cluster's default. ``cluster`` is ``slurm``, or ``local``, with which submitit runs
+    the jobs on this machine.
     """
 
     name = "slurm"

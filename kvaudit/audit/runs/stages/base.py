@@ -50,7 +50,10 @@ class RunContext:
         return replace(self, spec=spec, models=self.models.resized(spec, items.keys()))
 
     def rows_of(self, unit: Unit, most_items: int | None = None) -> int:
-        """Return how many answers a unit has, or to at most ``most_items`` items; an estimate before items are made."""
+        """Return how many answers a unit has; with ``most_items``, how many it has to at most that many items.
+
+        Before the items are made, the number can be an estimate.
+        """
         evaluate, batches = self.spec.evaluate, self.models.batches.get((unit.suite, unit.context_tokens))
         items = evaluate.suites[unit.suite].items
         if not isinstance(items, int):
@@ -107,7 +110,10 @@ def is_sealed(folder: Path, unit: Unit) -> bool:
 
 
 def unit_part(folder: Path, unit: Unit, size: float, rows: int) -> Part:
-    """Return a unit as a part of the progress bar: it counts as ``size`` answers, and is done at ``rows`` records."""
+    """Return a unit as a part of the progress bar, where it counts as ``size`` answers.
+
+    It is done when its file is sealed or has ``rows`` records.
+    """
     files = UnitFiles.of(folder, unit)
 
     def done() -> float:
@@ -205,7 +211,10 @@ class UnitWorker:
         return policy_labels(self._context.spec)
 
     def _unit_text(self, phase: str, unit: Unit) -> str:
-        """Return a unit's text on the bar, as ``asking: agent under snapkv 96``; its length and arm only if several."""
+        """Return a unit's text on the bar, such as ``asking: agent under snapkv 96``.
+
+        The context length is added if the suite is asked at several, arm and seed if the run has several checkpoints.
+        """
         spec = self._context.spec
         text = f"{phase}: {unit.suite} under {self._labels.get(unit.policy.canonical, unit.policy.canonical)}"
         text += f", {length_label(unit.context_tokens)}" if len(spec.evaluate.contexts_of(unit.suite)) > 1 else ""

@@ -85,7 +85,10 @@ class EvaluateStage(Stage):
         return FloorStage(self.context, self._worker, self._grid.units)
 
     def _note_noise(self) -> None:
-        """Store which settings of engines their noise hides, for reports in which the repeated answers are missing."""
+        """Store which engine settings have effects that the engine's own noise hides.
+
+        Reports read this where the repeated answers are missing.
+        """
         run = self.context.run
         if self._floor.is_due and NOISE not in run.provenance():  # it follows from the repeated rows, which stay
             data = load_run(run.path)
@@ -130,7 +133,7 @@ class GridStage(Stage):
         return self.context
 
     def _open_refused(self) -> None:
-        """Reopen finished units of which the server refused requests, except those that another process has claimed."""
+        """Reopen finished units in which the server refused requests, except units that another process has claimed."""
         context = self.context
         for unit in self.units:
             files = UnitFiles.of(context.run.records, unit)

@@ -36,7 +36,7 @@ _SAFETY_SUITES = ("harm", "benign")  # without one of these a check shows too li
 class PilotStage(Stage):
     """Answers the pilot's units: some items of every suite, asked of the reference.
 
-    Then stores whether the reference has anything to lose, and how many items to ask of each suite.
+    Then it stores whether the reference has anything to lose, and how many items to ask of each suite.
     """
 
     def parts(self) -> Iterator[Part]:
@@ -200,7 +200,10 @@ def _left_out_reason(control: Mapping[str, Any]) -> str:
 
 
 def _controls_by_suite(results: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
-    """Return the controls of each suite, without that of readable answers if it has others: speech is no safety."""
+    """Return the controls of each suite; if it has several, the one for readable answers is left out.
+
+    That answers can be read says nothing about safety.
+    """
     suites: dict[str, list[Mapping[str, Any]]] = {}
     for control in results["controls"]:
         suites.setdefault(control["suite"], []).append(control)
@@ -218,8 +221,8 @@ def _is_safety(metric: str) -> bool:
 def check_measurable(spec: RunSpec, results: Mapping[str, Any]) -> None:
     """Raise NotMeasurable, with a line for every suite in which no gated cell can be measured.
 
-    Does nothing if the gate allows such cells (``not_measurable: warn``), nor in rounds, which leave such suites
-    out.
+    Does nothing if the gate allows such cells (``not_measurable: warn``). Does nothing in rounds either, which leave
+    such suites out.
     """
     if spec.gate.not_measurable == WARN or spec.evaluate.rounds is not None:
         return

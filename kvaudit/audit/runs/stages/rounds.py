@@ -128,7 +128,7 @@ class RoundsStage(Stage):
             context.print_line(line)
 
     def _correct_plan(self, plan: RowsPlan, looks: Sequence[Mapping[str, Any]]) -> None:
-        """Store the plan again, corrected to the rows that fit into the time at the speed of the rows so far."""
+        """Store the plan again, now with as many rows as fit into the time at the speed of the rows so far."""
         gated = {facet_of(metric)[0] for metric in self.context.spec.gate.margins}
         items = corrected_items(plan, looks, self._minutes, gated)
         self.context.run.note(**{LOOKS: {PLANNED: replace(plan, items=items, first_items=plan.items).written()}})
@@ -137,7 +137,7 @@ class RoundsStage(Stage):
             self.context.print_line(f"by the time that the first rows took: {', '.join(changed)}")
 
     def _eligible_shares(self) -> dict[str, float]:
-        """Return by gated metric the share of its suite's rows that have its facet.
+        """Return {gated metric: share of its suite's rows that have its facet}.
 
         Raises SpecError for a suite with several rows per template: a round could end in the middle of one.
         """
@@ -208,9 +208,10 @@ class RoundsStage(Stage):
 
 
 def join_rounds(run: Path, units: Sequence[Unit], looks: Sequence[Mapping[str, Any]]) -> None:
-    """Write and seal each unit's record file, joined from its files of all rounds so far, one for each of ``looks``.
+    """Write and seal each unit's record file, joined from its files of all rounds so far.
 
-    Raises DataError if the file of a round is missing, is not sealed, or differs from its seal.
+    ``looks`` has one entry for each round. Raises DataError if the file of a round is missing, is not sealed, or
+    differs from its seal.
     """
     for unit in units:
         counts = [0, *(table_of(look, "items").get(unit.suite, 0) for look in looks)]
@@ -221,7 +222,7 @@ def join_rounds(run: Path, units: Sequence[Unit], looks: Sequence[Mapping[str, A
 
 
 def gate_statuses(run: Path) -> dict[str, str]:
-    """Return {gated metric: its status for the rows asked so far}, the worst of the statuses under all settings."""
+    """Return {gated metric: its status for the rows asked so far}; among several gated settings the worst counts."""
     data = load_run(run)
     comparison, rules = declared_rules(data, GateOverrides())
     drift = drift_of(data, comparison, rules.alpha, gated_facets(comparison, rules))
