@@ -95,8 +95,8 @@ def differing_part(text: str, other: str) -> tuple[int, int]:
 class ResponseTemplate(ToolForm):
     """The syntax of tool calls that one tokenizer defines by its ``response_template``.
 
-    ``prompt`` is a prompt as the chat template renders it. The parser needs it, because its end may be the beginning of
-    the answer.
+    ``prompt`` is any prompt as the chat template renders it. The parser needs it, because a prompt may already end with
+    the first characters of the answer.
     """
 
     name = "tokenizer"

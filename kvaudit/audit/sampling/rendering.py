@@ -126,7 +126,7 @@ renderer = Renderer()
 
 
 def end_at_exit() -> None:
-    """End the subprocess as this process exits; a second Ctrl-C has nothing left to stop and prints nothing."""
+    """End the subprocess when this process exits; if Ctrl-C is pressed meanwhile, it prints no traceback."""
     with suppress(KeyboardInterrupt):
         renderer.end()
 
@@ -167,7 +167,7 @@ def _send(out: IO[bytes], message: Mapping[str, Any]) -> None:
 
 
 def _serve() -> None:
-    """Answer requests from standard input until it is closed, in the subprocess."""
+    """Answer requests from standard input until it is closed; this function runs in the subprocess."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     _limit_memory()
