@@ -1,9 +1,9 @@
 """A running OpenAI-compatible server as an engine, with the settings ``base_url``, ``model`` and ``key``.
 
-``key`` is the environment variable with its API key. The server takes chat completions as text. kvaudit checks that it
-renders conversations as the model's own template does: by token ids if the server shows them (vLLM and llama.cpp do),
-else by the number of prompt tokens that it reports. Its cache settings are unknown, so a spec must name the server to
-compare it with (the reference).
+``key`` names the environment variable with its API key. The server takes chat completions as text. kvaudit checks that
+it renders conversations as the model's own template does. It compares token ids if the server shows them (vLLM and
+llama.cpp do), else the number of prompt tokens that the server reports. Its cache settings are unknown, so a spec must
+also name a server to compare it with (the reference).
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def _endpoint(settings: Settings, timeout: float, tries: int = _TRIES) -> Endpoi
 
 
 def _conversations(chat: Chat) -> list[tuple[Message, ...]]:
-    """Return conversations for comparing templates: a question, one with a system prompt, a second turn."""
+    """Return conversations for comparing templates: a question alone, after a system prompt, and in a second turn."""
     question, answer = Message(Role.USER, "What is 2 + 2?"), Message(Role.ASSISTANT, "4.")
     system = [(Message(Role.SYSTEM, "Be brief."), question)] if chat.system_role == "native" else []
     return [(question,), *system, (question, answer, Message(Role.USER, "And 3 + 3?"))]

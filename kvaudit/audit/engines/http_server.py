@@ -73,8 +73,8 @@ class ServerEngine(Engine):
     def _check_flags(cls, settings: Settings) -> None:
         """Raise SpecError for a setting that kvaudit sets itself, and for one that is no flag or environment variable.
 
-        Command-line parsers accept abbreviated flags, so a reserved flag is found by its beginning, and a flag that
-        kvaudit reads (since it compresses or takes GPUs) must be written in full.
+        Command-line parsers accept abbreviated flags. A setting is therefore refused too if it abbreviates a reserved
+        flag, or a flag that kvaudit has to read because it compresses the cache or sets the number of GPUs.
         """
         read = {*cls.compresses, *(name for names in cls.parallel for name in names)}
         for name in settings:
@@ -102,7 +102,7 @@ class ServerEngine(Engine):
 
     @classmethod
     def gpus(cls, settings: Settings) -> int:
-        """Return the number of GPUs: the product of the sizes that the settings give for each kind of parallelism."""
+        """Return the number of GPUs: the product of the settings for all kinds of parallelism."""
         given = [next((settings[name] for name in names if name in settings), "1") for names in cls.parallel]
         return math.prod(int(text) if _COUNT.fullmatch(text) else 1 for text in given)
 
@@ -226,9 +226,9 @@ class ServerSession(Session):
             raise self._process.failure(f"port {port} is in use by another server")
 
     def _failure(self, doing: str, error: Unanswered) -> EngineFailed:
-        """Return the error to raise for a missing answer, which says whether the server's process has ended.
+        """Return the error to raise for a missing answer; its message says whether the server's process has ended.
 
-        It first waits a moment, since a crashed process may take some time to end.
+        A crashed process may take some time to end, so the function first waits for that a moment.
         """
         until = time.monotonic() + _EXIT_SECONDS
         while self._process.is_running and time.monotonic() < until and "Error" in str(error):
@@ -278,7 +278,7 @@ def first_difference(theirs: Any, ours: Sequence[int]) -> int | None:
 def ask_concurrently(ask: Callable[[_Q], _R], questions: Sequence[_Q], at_once: int, until: float) -> list[_R]:
     """Call ``ask`` with every question, ``at_once`` of them in parallel; return the results in order.
 
-    Raises the first error of ``ask``, and Unanswered at the time ``until`` (of ``time.monotonic``).
+    Raises the first error of ``ask``, or Unanswered if results are missing at ``until``, a time of ``time.monotonic``.
     """
     started = time.monotonic()
     futures = start_all(ask, questions, at_once)
@@ -296,9 +296,10 @@ def ask_concurrently(ask: Callable[[_Q], _R], questions: Sequence[_Q], at_once: 
 
 
 def command_flags(settings: Settings, *, has_negation: bool = True) -> list[str]:
-    """Return settings as command-line flags: NAME=true becomes ``--NAME``, a value of several words a list of values.
+    """Return settings as command-line flags, ``--NAME=VALUE`` by default.
 
-    NAME=false becomes ``--no-NAME``, or is left out if the parser has no such flags (``has_negation`` false).
+    NAME=true becomes ``--NAME``, and NAME=false becomes ``--no-NAME``; if the parser has no such flags
+    (``has_negation`` is False), NAME=false is left out. A value of several words becomes several arguments.
     """
     flags = list[str]()
     for name, value in settings.items():

@@ -126,7 +126,7 @@ class _Service:
         return _EventStream(_events(request, texts, finished, prompt_tokens, answers.reader), end)
 
     def _unauthorized(self, request: Request) -> Response | None:
-        """Return a 401 for a request without the key, None for one with it; keys are compared in constant time."""
+        """Return a 401 response if a request lacks the key, else None; keys are compared in constant time."""
         if self._key is None:
             return None
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
@@ -183,7 +183,7 @@ async def _wait_for(answers: PendingAnswers, request: Request) -> list[Choice]:
 
 
 async def _body(request: Request) -> Any:
-    """Return the JSON of a request; raise _TooLarge, or AuditError for invalid JSON."""
+    """Return the JSON of a request; raise _TooLarge if it is too large, and AuditError if it is not valid JSON."""
     raw = bytearray()
     async for chunk in request.stream():
         raw += chunk

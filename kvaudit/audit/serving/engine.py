@@ -240,7 +240,10 @@ class SamplingEngine:
                 jobs = [*jobs, *_start([self._waiting.popleft()])]
 
     def _can_join(self, batch: _Batch, joining: Sequence[_Job] = ()) -> bool:
-        """Return whether the request that has waited longest fits into the batch, with the ``joining`` requests."""
+        """Return whether the request that has waited longest can join the batch.
+
+        It must have the batch's settings, and fit into it together with the ``joining`` requests.
+        """
         self._receive(wait=False)
         while self._waiting and self._waiting[0].pending.cancelled():
             self._waiting.popleft()

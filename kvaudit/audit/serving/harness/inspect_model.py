@@ -241,9 +241,10 @@ CONDITION = "kvaudit-condition"
 
 @modelapi(name=CONDITION)  # type: ignore[untyped-decorator]
 def condition() -> type[ModelAPI]:
-    """Return the model class of the names ``kvaudit-condition/NAME``, which a run uses when Inspect asks its suites.
+    """Return the class of the models that Inspect knows as ``kvaudit-condition/NAME``.
 
-    NAME is a policy, or an engine with its settings. Inspect calls this function whenever it makes such a model.
+    NAME is a policy, or an engine with its settings. A run uses such models if Inspect asks its suites. Inspect calls
+    this function whenever it makes one.
     """
     return ConditionAPI
 
