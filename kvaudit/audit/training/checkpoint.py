@@ -223,7 +223,10 @@ class CheckpointFolder:
         return True
 
     def resume(self, learner: Learner | Optimiser, step: int | None = None) -> Position:
-        """Load the state saved last, or that after ``step`` steps, and cut off later telemetry; return its position."""
+        """Load the last saved state, or the one after ``step`` steps, into ``learner``; return the state's position.
+
+        Telemetry of later steps is cut off. Raises DataError if the state, a ledger or the telemetry is damaged.
+        """
         # state names sort by step
         states = self._states() if step is None else [self.path / "state" / _state_name(step)]
         position = self._load(states[-1], learner) if states else Position()
@@ -267,7 +270,7 @@ class CheckpointFolder:
     def finish(self, learner: LoadedModel, position: Position) -> None:
         """Turn the folder into an ordinary checkpoint; provenance.json is written last and marks it complete.
 
-        Raises DataError if more than one process wrote telemetry.
+        Raises DataError unless telemetry has each step once and in order, as it has if one process alone wrote it.
         """
         self.telemetry.check_steps(position.step)
         # hashed in a staging folder, then moved: a kill in between leaves a state to resume and no provenance
@@ -332,7 +335,7 @@ class CheckpointFolder:
 
 
 def claim_difference(claim: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    """Return how two different claims differ: in these settings, in other entries, or in the base weights."""
+    """Return in words how two claims differ: the names of the settings or entries, or else "other base weights"."""
     for one, other in ((claim["config"], current["config"]), (claim, current)):
         if names := [key for key in {**one, **other} if key != "base_sha256" and one.get(key) != other.get(key)]:
             return f"with another {', '.join(sorted(names))}"
@@ -344,6 +347,7 @@ def write_provenance(
 ) -> None:
     """Write provenance.json, which marks a checkpoint complete.
 
+    ``claim`` is the content of training.json. ``recipe`` says how the checkpoint was trained, ``position`` how far.
     ``saved`` has ``sha256`` (of the weights), ``files`` (the sha256 of each file) and ``versions`` (of the software).
     """
     config, telemetry = claim["config"], {TELEMETRY: file_sha256(folder / TELEMETRY)}

@@ -81,7 +81,7 @@ class Reward:
         return None
 
     def check(self, suites: Sequence[Suite]) -> None:  # noqa: ARG002 - most rewards fit any suite
-        """Raise SpecError or DataError now for a fault that would otherwise appear when the suites are sampled."""
+        """Raise SpecError or DataError now for a fault that would otherwise appear only when rollouts are scored."""
         _ = self.identity
 
     def grader_label(self, suite: Suite) -> str:  # noqa: ARG002 - a judge leaves some answers to the suite
@@ -110,9 +110,9 @@ REWARDS: Registry[Reward] = Registry("reward", "kvaudit.audit.training.rewards",
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """The reward of a training run: ``reward`` scores answers in ``reward_suites``, the suite's grade those in others.
+    """The reward of a training run: ``reward`` in the suites ``reward_suites``, the suite's own grade in all others.
 
-    ``suites`` are all that the run trains on.
+    ``suites`` are all suites that the run trains on.
     """
 
     reward: Reward
@@ -176,7 +176,7 @@ class RewardConfig:
 def check_scores(reward: Reward, scores: Any, count: int) -> list[float | None]:
     """Return ``scores``, the rewards of ``count`` rollouts, as floats or None (ungraded).
 
-    Raises RunError for anything but one finite number or None per rollout.
+    Raises RunError unless there is one entry per rollout, either None or a number from -MAX_REWARD to MAX_REWARD.
     """
     label = f"reward {reward.label}"
     if isinstance(scores, str | bytes) or not isinstance(scores, Sequence):

@@ -70,7 +70,10 @@ class HostedArm:
 
     @property
     def trl_corrects(self) -> bool:
-        """Whether TRL itself applies the arm's importance weights: it has some kinds, for rollouts of vLLM only."""
+        """Whether TRL itself applies the arm's importance weights.
+
+        It can apply those of some corrections (``TRL_CORRECTIONS``), and only to rollouts sampled by vLLM.
+        """
         return self.external_sampler == VLLM and self.arm.correction in TRL_CORRECTIONS
 
     def apply_settings(self, config: Any) -> None:
