@@ -122,8 +122,8 @@ class ServerEngine(Engine):
 class ServerSession(Session):
     """A session whose engine is a server that kvaudit has started.
 
-    It takes requests at ``path``, and answers at ``/health`` once it is ready. The model is served under a random name,
-    which tells this server from another one on the same port.
+    The server takes requests at ``path``, and answers at ``/health`` once it is ready. It serves the model under a
+    random name; by this name kvaudit notices if another server has taken the port.
     """
 
     path: ClassVar[str] = ""

@@ -119,10 +119,7 @@ class Chat:
 
     @cached_property
     def tool_form(self) -> ToolForm | None:
-        """The syntax in which the model writes tool calls; None if unknown.
-
-        The options may name it; if not, the tokenizer defines it, or else it is recognised in the template.
-        """
+        """The syntax of tool calls that the options name, else the tokenizer, else the template; None if none does."""
         if self._named_form is not None:
             return self._named_form
         template = getattr(self.tokenizer, "response_template", None)  # only newer versions of transformers have it
@@ -226,7 +223,7 @@ class Chat:
 
     @property
     def unstable_names(self) -> list[str]:
-        """The names in the template that can make its output differ from day to day, such as strftime_now."""
+        """What can make the template's output differ from day to day: names such as strftime_now, or an address."""
         names = {*unstable_names(self._source), *unstable_names(self._tool_source)}
         if has_address(self._template([Message(Role.USER, ".")])):
             names.add("an object's address")
@@ -343,7 +340,7 @@ class Chat:
     def _role_support(self, role: Role, *, first: bool) -> Literal["native", "user"]:
         """Return "native" if the template writes messages of ``role``, "user" if their text must go into user messages.
 
-        ``first``: the role is tried at the beginning of a conversation, not at its end.
+        The role is tried at the beginning of a conversation if ``first`` is True, else at its end.
         """
         turns = [Message(Role.USER, "."), Message(Role.ASSISTANT, ".")]
         probe = Message(role, _MARKER)
@@ -385,10 +382,10 @@ class Chat:
     def _render(
         self, before: tuple[Message, ...], messages: Sequence[Message], tools: Tools, marked: Sequence[Span]
     ) -> ChatTokens:
-        """Return, as tokens with roles, what the template writes after the messages ``before``.
+        """Return, as tokens with roles, what the template writes after the text of the messages ``before``.
 
-        This is the text of ``messages`` and of the next answer's header. The result also has the indices of the tokens
-        of the spans ``marked`` (texts that the suite marks).
+        This includes the text of ``messages`` and the header of the next answer. The result also has the indices of the
+        tokens of the spans ``marked`` (texts that the suite marks).
         """
         text = self._text_after(before, messages, tools)
         # unique texts in place of the messages, to tell the template's text from theirs
@@ -417,7 +414,7 @@ class Chat:
         return ChatTokens(tuple(encoded["input_ids"]), roles, spans)
 
     def _text_after(self, before: tuple[Message, ...], messages: Sequence[Message], tools: Tools = ()) -> str:
-        """Return what the template writes after the messages ``before``: ``messages`` and the next answer's header.
+        """Return what the template writes after ``before``: its end of turn, ``messages``, the next answer's header.
 
         ``before`` is empty or ends with a placeholder for an answer or a call.
         """
@@ -567,7 +564,10 @@ def _between(frame: str, numbers: Iterable[int]) -> list[str]:
 
 
 def _roles(starts: Sequence[int], stretches: Iterable[_Stretch]) -> tuple[str, ...]:
-    """Return the role of every token: that of the stretch in which its first character lies, else "format"."""
+    """Return the role of every token: that of the stretch in which the token starts, or "format" outside of all.
+
+    ``starts`` has the position of each token's first character in the rendered text.
+    """
     ordered = sorted(stretches, key=lambda stretch: (stretch.start, stretch.end))
     roles, n = [], 0
     for start in starts:

@@ -75,7 +75,10 @@ def request_body(
     seed: int | None = None,
     limit_name: str = "max_tokens",
 ) -> dict[str, Any]:
-    """Return the body of a request for an answer of at most ``limit`` tokens; a ``top_p`` of 1 is left out."""
+    """Return the body of a request for an answer of at most ``limit`` tokens; a ``top_p`` of 1 is left out.
+
+    ``limit_name`` is the field in which the endpoint expects the limit.
+    """
     body = {"model": model, "messages": rows, "temperature": temperature, limit_name: limit}
     return body | ({"top_p": top_p} if top_p < 1 else {}) | ({} if seed is None else {"seed": seed})
 
@@ -214,7 +217,8 @@ def _prompt_tokens(usage: Any, request: SentRequest, readings: Readings) -> int 
 def _check_length(completion: ChatCompletion, finish: Finish, new_tokens: int | None, limit: int) -> None:
     """Raise Unanswered if an answer's length, or its count of new tokens, cannot be true for its request.
 
-    The answer may be far longer than the request's limit, or be cut off well below it. Thoughts may exceed the limit.
+    That is so if the answer is far longer than the request's limit, or was cut off well below it. A thought (reasoning)
+    may exceed the limit.
     """
     most = max(limit, new_tokens or 0)
     if len(completion.text) > (most + _SPARE) * _LONGEST_TOKEN:  # regardless of the count that it reports

@@ -89,9 +89,9 @@ def checkpoint_sha256(folder: Path) -> str:
 
 
 def checkpoint_files(folder: Path) -> dict[str, str]:
-    """Return {name: sha256} of the files besides weights that loading the checkpoint in a folder reads.
+    """Return {name: sha256} of the files that are read to load the checkpoint in a folder, except the weights.
 
-    For an adapter these are the files of its base model. Empty if the model is a GGUF file.
+    For an adapter these are the files of its base model. The result is {} if the model is a GGUF file.
     """
     base = _adapter_chain(str(folder.resolve()))[-1]
     return {} if base.endswith(".gguf") else files_read(locate(base))

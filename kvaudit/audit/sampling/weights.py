@@ -42,8 +42,7 @@ _READ += ["*.model", "*.jinja", "additional_chat_templates/*.jinja", INDEX]
 def weight_files(folder: Path) -> list[Path]:
     """Return the weight files that transformers loads from a folder, sorted by name; other files are left out.
 
-    Raises DataError if the folder has no weights, or holds a file because of which transformers would load other
-    weights.
+    Raises DataError if the folder has no weights, or if another file in it would make transformers load other weights.
     """
     for pattern, reason in _ELSEWHERE.items():
         for path in plain_files(folder, pattern):

@@ -54,7 +54,7 @@ def train(
 ) -> Path:
     """Train one arm from ``model``, which is not changed, into the checkpoint folder ``out``; return ``out``.
 
-    Resumes from the last saved state, bit for bit on CPU; does nothing for a finished checkpoint. ``progress`` is
+    Resumes from the last saved state, bit for bit on CPU; does nothing if the checkpoint is finished. ``progress`` is
     called after each step with the numbers of finished and of all steps, and the telemetry row. ``run_folder``, by
     default ``out``, stores judge answers and engine logs. With ``early_stop``, a stopped arm stays unfinished until all
     arms of its seed have stopped. ``engine``: how to run an engine that samples. Raises RunError (folder of another

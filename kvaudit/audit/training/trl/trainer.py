@@ -64,9 +64,9 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """A GRPOTrainer with rollouts under a cache ``policy`` and the learner of an ``arm``.
 
     ``arm`` is any of ``kvaudit list arms`` except smd-distill; dense ignores the policy, so that two runs can differ in
-    the arm only. Rollouts come from kvaudit's cache, or from ``use_vllm`` or your ``rollout_func``; these work in all
-    arms except smd, and then ``policy`` only describes them in the report. ``output_dir`` gets telemetry and, at the
-    end, a checkpoint for a spec's ``checkpoints:``.
+    the arm only. By default kvaudit's cache samples the rollouts. In all arms except smd they may come from vLLM
+    (``use_vllm``) or your ``rollout_func`` instead; then ``policy`` only describes the sampler in the report.
+    ``output_dir`` gets telemetry and, at the end, a checkpoint for a spec's ``checkpoints:``.
 
         trainer = AuditedGRPOTrainer(model, reward, GRPOConfig("out"), data, arm="smd", policy="snapkv:budget=512")
     """
