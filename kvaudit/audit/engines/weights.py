@@ -122,7 +122,7 @@ def _config_digest(model: LoadedModel) -> str:
 def check_weights_fit(weights: Path, engine: str) -> None:
     """Raise SpecError if a file or folder of weights is larger than the memory that is free here.
 
-    In a container, that is what its limit leaves. The kernel would later kill the engine without any message.
+    In a container, its limit counts. Without this check the kernel would later kill the engine, without any message.
     """
     import torch
 
@@ -170,8 +170,8 @@ def safetensors_folder(context: EngineContext, engine: str) -> EngineCheckpoint:
 def _source_folder(model: LoadedModel) -> Path | None:
     """Return the folder that the model was loaded from; None if it is of no use to an engine.
 
-    That is the case if the model is a GGUF file or an adapter, or if the engine would read other weights there than the
-    loaded model has.
+    It is of no use if the model is a GGUF file or an adapter, or if the engine would read other weights in the folder
+    than the loaded model has.
     """
     from kvaudit.audit.sampling.model import locate
     from kvaudit.audit.sampling.weights import weight_files, weights_sha256

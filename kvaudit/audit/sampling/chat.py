@@ -156,8 +156,8 @@ class Chat:
     ) -> tuple[tuple[Message, ...], tuple[Mapping[str, Any], ...]]:
         """Return the messages and tools of a conversation as they are passed to the template.
 
-        If the template cannot write the tools, they are added to the messages as text, and no tools are returned. If it
-        can, tool calls are removed from the text of messages, since the template writes the calls itself.
+        If the prompt has to contain the tools as text, they are added to the messages, and no tools are returned. If
+        not, tool calls are removed from the text of messages, since the template writes the calls itself.
         """
         form = self.tool_form_of(messages, tools)
         if form == TEXT_FORM:
@@ -223,7 +223,7 @@ class Chat:
 
     @property
     def unstable_names(self) -> list[str]:
-        """What can make the template's output differ from day to day: names such as strftime_now, or an address."""
+        """What in the template may make its output differ from day to day: names such as strftime_now, addresses."""
         names = {*unstable_names(self._source), *unstable_names(self._tool_source)}
         if has_address(self._template([Message(Role.USER, ".")])):
             names.add("an object's address")
@@ -450,7 +450,7 @@ class Chat:
             ) from None
 
     def _rows(self, messages: Sequence[Message], arguments_as: ArgumentsAs | None) -> list[dict[str, Any]]:
-        """Return messages as the dicts that a chat template takes; a role that it lacks becomes a user message.
+        """Return messages as the dicts that a chat template takes; those of a role that it lacks become user messages.
 
         ``arguments_as`` is given only for a conversation with tools: "object" or "text" is how the template takes a
         call's arguments. Tool results then keep the role ``tool``, because such a template can write them.

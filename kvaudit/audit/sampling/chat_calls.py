@@ -217,8 +217,8 @@ def _prompt_tokens(usage: Any, request: SentRequest, readings: Readings) -> int 
 def _check_length(completion: ChatCompletion, finish: Finish, new_tokens: int | None, limit: int) -> None:
     """Raise Unanswered if an answer's length, or its count of new tokens, cannot be true for its request.
 
-    That is so if the answer is far longer than the request's limit, or was cut off well below it. A thought (reasoning)
-    may exceed the limit.
+    An answer cannot be far longer than the request's limit, nor be cut off well below it. A thought (reasoning) may
+    exceed the limit.
     """
     most = max(limit, new_tokens or 0)
     if len(completion.text) > (most + _SPARE) * _LONGEST_TOKEN:  # regardless of the count that it reports

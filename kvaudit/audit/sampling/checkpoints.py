@@ -258,7 +258,7 @@ def _check_all_placed(folder: Path, name: str, without_place: Collection[str]) -
 
 
 def adapter_sha256(folder: Path, base_sha256: str) -> str:
-    """Return one sha256 for base model, adapter config and adapter weights; raise DataError if the weights lack."""
+    """Return one sha256 for base model, adapter config and adapter weights; raise DataError if weights are missing."""
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise DataError(f"adapter {str(folder)!r} holds no {ADAPTER_WEIGHTS}; pickled weights are not loaded")
     # the config too: its alpha scales the weights

@@ -173,8 +173,9 @@ def check_complete(name: str, model: Any, info: Mapping[str, Any], tensors: Iter
 def _check_left_out(name: str, model: Any, keys: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise DataError if tensors that were not loaded, ``keys``, belong to a module that the model has.
 
-    Without them this module would compute something else. For all other tensors a note is printed. ``shapes`` are the
-    tensors' shapes by name. Names are compared with and without the prefix that a model with a head puts before them.
+    Without them this module would compute something else. A note names the modules that the model lacks. ``shapes`` are
+    the tensors' shapes by name. Names are compared with and without the prefix that a model with a head puts before
+    them. Tensors that the model computes itself, such as masks, are ignored.
     """
     prefix = f"{model.base_model_prefix}."
     modules, buffers = dict(model.named_modules()), {buffer for buffer, _ in model.named_buffers()}

@@ -49,7 +49,8 @@ def trainable_copy(
 ) -> LoadedModel:
     """Return a trainable copy of ``start``; its initial weights depend on the seed only, not on the arm.
 
-    ``checkpointing`` turns on gradient checkpointing.
+    All weights are trained, or only a new adapter if ``adapter`` is given. ``checkpointing`` turns on gradient
+    checkpointing.
     """
     learner = _copy_for_training(start, adapter, seed)
     if checkpointing:
@@ -97,7 +98,7 @@ def _checkpointed_forward(forward: Callable[..., Any], *args: Any, **kwargs: Any
 def load_trained_adapter(base: LoadedModel, adapter: AdapterSpec, folder: Path) -> LoadedModel:
     """Return the base model with the adapter of the finished checkpoint ``folder``; it can be trained further.
 
-    Raises DataError if the adapter in the folder does not have the shape that ``adapter`` gives.
+    Raises DataError if its tensors do not have the names and shapes that the settings ``adapter`` lead to.
     """
     verify_folder(folder)
     start = trainable_copy(base, adapter, 0)

@@ -55,7 +55,7 @@ class MismatchPanel:
     def add(self, sampler: Tensor, learner: Tensor, mask: Tensor, advantages: Tensor) -> None:
         """Add a batch: log-probs in nats [B, T], mask bool [B, T] of sampled tokens, advantages [B, T] or [B, 1].
 
-        Unknown advantages are NaN.
+        Pass NaN for advantages that are unknown.
         """
         # on the host, because many numbers are read
         sampler, learner, mask, advantages = (values.cpu() for values in (sampler, learner, mask, advantages))

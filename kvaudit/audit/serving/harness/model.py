@@ -50,7 +50,7 @@ class _Generation:
 class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
     """A model of lm-evaluation-harness whose cache is compressed by ``policy``.
 
-    Write ";" for "," in a policy in ``--model_args``.
+    In ``--model_args``, write ";" instead of "," in the policy.
     """
 
     def __init__(

@@ -76,9 +76,10 @@ class Dapo(ClippedLoss):
 class Gspo(Grpo):
     """One ratio per rollout, so that clipping acts on whole sequences, as the reward does.
 
-    Zheng 2025, eq. 13 and 14 (2507.18071): as grpo with w_t = sg(s) pi_t / sg(pi_t), s = (pi / pi_old)^(1/|o|), sg =
-    stop-gradient. Value and gradient equal those of eq. 5 if all tokens of a rollout have the same advantage and the
-    same weight; here advantage and weight may differ by token. Tokens masked by a correction count in s.
+    Zheng 2025, eq. 13 and 14 (2507.18071): the loss of grpo with w_t = sg(s) pi_t / sg(pi_t). Here s is
+    (pi / pi_old)^(1/|o|) of the whole rollout, |o| its number of tokens, and sg stops the gradient. Advantages and
+    weights may differ by token; if they do not within a rollout, value and gradient equal those of eq. 5. Tokens that a
+    correction masks count in s.
     """
 
     name = "gspo"

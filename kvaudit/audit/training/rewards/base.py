@@ -66,7 +66,7 @@ class Reward:
     def label(self) -> str:
         """The text that names the reward in provenance: its name and the first digits of its identity.
 
-        The reward of a judge has the judge's name there.
+        If a judge gives the reward, the judge's name takes the place of the reward's.
         """
         return f"{self.name}:{self.identity[:IDENTITY_DIGITS]}"
 
