@@ -59,7 +59,7 @@ class RunningEndpoint(Engine):
 
     @classmethod
     def reference(cls, settings: Settings) -> Settings:
-        """Raise SpecError: the spec must name the server to compare with, since cache settings here are unknown."""
+        """Raise SpecError: the cache settings of this server are unknown, so the spec must name one to compare with."""
         raise SpecError(
             f"engine endpoint: the cache settings of {settings['model']} at {settings['base_url']} are unknown; name "
             "the server to compare it with, reference: {base_url: http://..., model: ...}"
@@ -213,7 +213,7 @@ class _EndpointSession(Session):
     def _compare_prompts(self) -> str:
         """Check that the server renders conversations into the same token ids as the model's own template.
 
-        Returns in words how the server showed its ids; empty if it does not show them. Raises SpecError if they differ.
+        Returns in words how the server showed its ids; "" if it does not show them. Raises SpecError if the ids differ.
         """
         for server, prompt_ids in (("llama.cpp", self._llama_cpp_ids), ("vLLM", self._vllm_ids)):
             for number, messages in enumerate(_conversations(self._chat)):

@@ -43,9 +43,9 @@ _R = TypeVar("_R")
 
 
 class ServerEngine(Engine):
-    """An engine that is a server, whose settings are its command-line flags and environment variables.
+    """An engine that is a server; its settings are the server's command-line flags and environment variables.
 
-    Its Python package has the engine's ``name``. ``reserved`` are the flags that kvaudit sets itself.
+    The engine's ``name`` is also that of its Python package. ``reserved`` are the flags that kvaudit sets itself.
     """
 
     reserved: ClassVar[Collection[str]] = ()
@@ -56,7 +56,7 @@ class ServerEngine(Engine):
     def filled(cls, settings: Settings) -> Settings:
         """Return the settings with defaults, all flags spelled alike: "--kv-cache-dtype" becomes "kv_cache_dtype".
 
-        Raises SpecError for a setting given twice, and for an invalid one.
+        Raises SpecError if a setting is invalid or given twice.
         """
         # --kv-cache-dtype, kv-cache-dtype and kv_cache_dtype are one flag
         spelled = {
@@ -251,14 +251,14 @@ class ServerSession(Session):
         return reply
 
     def _fetch_json(self, path: str) -> dict[str, Any]:
-        """Return the JSON object at a path, empty if there is none."""
+        """Return the JSON object that the server has at ``path``; {} if it has none."""
         try:
             return self._client.fetch(path, None, time.monotonic() + _PROBE_SECONDS)
         except Unanswered:
             return {}
 
     def _fetch_text(self, path: str) -> str:
-        """Return the text at a path, empty if there is none."""
+        """Return the text that the server has at ``path``; "" if it has none."""
         try:
             return self._client.fetch_text(path, time.monotonic() + _PROBE_SECONDS)
         except Unanswered:

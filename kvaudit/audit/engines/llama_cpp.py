@@ -1,7 +1,7 @@
 """llama.cpp by llama-cpp-python; ``type_k`` and ``type_v`` are its KV cache's types, named as in its own tools.
 
-A GGUF file that a run names as its model is served as it is; any other checkpoint is converted to GGUF once, and a
-learner's weights in every training step (``exports.llama_cpp``).
+A GGUF file that a run names as its model is served unchanged. Any other checkpoint is converted to GGUF once
+(``exports.llama_cpp``); in training, the learner's weights are converted in every step.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def model_weights(model: Any) -> dict[str, Tensor]:
 def _remove_if_unused(folder: Path) -> None:
     """Remove an exchange folder if the process that made it has ended.
 
-    Files that its engine is still writing are left for the next call.
+    If its engine is still writing files there, they are left for the next call.
     """
     with suppress(OSError):  # it is in use, or not ours to remove
         if not (folder / _LOCK).exists():

@@ -1,4 +1,4 @@
-"""Checkpoints converted into an engine's own format, once, and kept in a folder named by their hashes.
+"""Checkpoints that were converted, once, into an engine's own format; their folder is named by their hashes.
 
     $KVAUDIT_CACHE/KIND/SHA256-METHOD/    complete or absent; the default of the variable is ~/.cache/kvaudit
                                           SHA256 of the weights; METHOD covers config and tokenizer too

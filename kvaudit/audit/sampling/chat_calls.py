@@ -163,7 +163,7 @@ def answer(
 
 
 def _with_calls(completion: ChatCompletion) -> ChatCompletion:
-    """Return a completion with the tool calls that the server parsed out of its text appended to the text again.
+    """Return a completion whose text includes, at its end, the tool calls that the server had taken out of it.
 
     A finish reason that stands for "ended by a tool call" becomes "stop".
     """

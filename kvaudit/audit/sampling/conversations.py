@@ -97,7 +97,7 @@ def play(
 
 
 def item_prompt(chat: Chat, item: Item) -> ChatTokens:
-    """Return an item's prompt as tokens, with the places of its spans (texts that the suite marks)."""
+    """Return an item's prompt as tokens, with the indices of the tokens of its spans (texts that the suite marks)."""
     return chat.prompt(item.messages, item.spans, item.tools)
 
 
@@ -294,7 +294,7 @@ class Conversation:
         return self.open
 
     def take_pending(self) -> ChatTokens:
-        """Return the environment's reply as tokens to append now, and forget it; no tokens if there is none."""
+        """Return the environment's reply as tokens to append now, and forget it; if there is none, no tokens."""
         reply, self._pending = self._pending, _NOTHING
         return reply
 

@@ -32,7 +32,7 @@ class Decoding:
 class Completion:
     """A sampled answer; ``ids`` are its tokens, with the stop token if one was sampled.
 
-    ``logprobs`` are nats under the full temperature-scaled distribution (greedy: temperature 1), before top-p.
+    ``logprobs`` are nats at the sampling temperature (at 1 if greedy), under the full distribution before top-p.
     """
 
     ids: tuple[int, ...]

@@ -190,7 +190,7 @@ class Episode:
     def _feeding(self) -> Iterator[None]:
         """Mark the cache as in use inside the context; raise RunError if an earlier use failed halfway.
 
-        Some layers would then hold tokens that others do not.
+        After such a failure some layers may hold tokens that others do not.
         """
         if not self._is_whole:
             raise RunError("an earlier call failed and may have left the cache half fed; open the rows again")
@@ -207,8 +207,8 @@ class Episode:
     ) -> None:
         """Run a turn (sample an answer) in every row with a limit above 0, and feed its tokens to the cache one by one.
 
-        A row gets at most ``limits`` tokens. ``next_tokens`` chooses each token from the logits; ``finish_turn`` is
-        called after every token of a row and returns whether its turn is over.
+        ``limits`` has the token limit of each row. ``next_tokens`` chooses each token from the logits. ``finish_turn``
+        is called after every token of a row and returns whether the row's turn is over.
         """
         running = [limit > 0 for limit in limits]
         if self._runner is not None:
@@ -305,9 +305,10 @@ class Episode:
                     self._pending[n] = []
 
     def extend(self, chunks: Sequence[Sequence[int]], roles: Sequence[Sequence[str]] | None = None) -> None:
-        """Append input tokens and their roles to each row (() for none); they are fed when the row continues.
+        """Append input tokens and their roles to each row; they are fed when the row continues.
 
-        Several calls have the same effect as one call with the tokens joined.
+        ``chunks`` has () for a row that gets none. Several calls have the same effect as one call with the tokens
+        joined.
         """
         assert len(chunks) == self.rows
         assert not any(chunks[n] for n in self._finished), "a finished row takes no input"
@@ -340,7 +341,7 @@ class Episode:
         self._logits = torch.where(changed, logits, self._logits)
 
     def _keep_rollouts(self, leaving: Sequence[int]) -> None:
-        """Store the rollouts of rows that leave the cache; without recording, free their tokens."""
+        """Store the rollouts of rows that leave the cache; if none are recorded, free the rows' tokens instead."""
         if self._recorded:
             self._rollouts_kept |= self._rollouts(leaving)
             return

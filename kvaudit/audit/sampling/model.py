@@ -139,7 +139,10 @@ def to_path(name_or_path: str) -> Path:
 
 
 def locate(name_or_path: str, *, weights: bool = True) -> Path:
-    """Return the folder of a model, downloading a hub id into the hub's cache; raise DataError if there is none."""
+    """Return the folder of a model, downloading a hub id into the hub's cache; raise DataError if there is none.
+
+    Weights are not downloaded if ``weights`` is False.
+    """
     if name_or_path == EMBEDDED:
         return Path(__file__).parent.parent / "training" / EMBEDDED
     path = to_path(name_or_path)

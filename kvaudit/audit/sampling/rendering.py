@@ -147,7 +147,7 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _send_and_read(process: subprocess.Popen[bytes], request: Mapping[str, Any]) -> bytes:
-    """Send a request and return the answer's line; empty or incomplete if the process ended."""
+    """Send a request and return the answer's line; if the process ended, the line is empty or incomplete."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:

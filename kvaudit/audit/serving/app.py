@@ -49,7 +49,7 @@ def application(engine: SamplingEngine, *, key: str | None = None, log: Log = la
 
 
 class _Service:
-    """The handlers of the server's routes; all responses are JSON, errors included."""
+    """The handlers of the server's routes; all responses are JSON, errors included, except streams of answers."""
 
     def __init__(self, engine: SamplingEngine, key: str | None, log: Log) -> None:
         self._engine, self._key, self._log = engine, key, log
@@ -196,7 +196,7 @@ async def _body(request: Request) -> Any:
 
 
 async def _read(choices: list[Choice], reader: AnswerReader | None) -> list[Choice]:
-    """Return the answers of a request with the tool calls in them parsed by ``reader``; unchanged without a reader."""
+    """Return answers with the tool calls in them parsed by ``reader``; if it is None, they are unchanged."""
     if reader is None:
         return choices
     # in a thread, because some tokenizers read calls in another process

@@ -122,7 +122,7 @@ class Batch:
         return values.new_zeros(self.sampled.shape).index_put(index, values)
 
     def select_graded(self, values: Tensor) -> Tensor:
-        """Return the part of ``values`` [n], one per sampled token, that belongs to graded rollouts."""
+        """Return those of ``values`` [n], which has one value per sampled token, that belong to graded rollouts."""
         return values[upload(self.host_mask[self.host_sampled].nonzero()[:, 0], values.device)]
 
     @property
@@ -162,7 +162,8 @@ def collect(rollouts: Sequence[Rollout], scores: Sequence[float | None], group: 
 def batch_rewards(batch: Batch, values: Tensor | None, config: TrainConfig, limits: Tensor) -> BatchRewards:
     """Return the rewards from which advantages are computed, lowered by the penalty for long rollouts if configured.
 
-    ``values`` [B, R] are the critic's, None without one. ``limits`` [B] or [] is the token limit of each rollout.
+    ``values`` [B, R] are the critic's values, None without a critic. ``limits`` [B] or [] are the rollouts' token
+    limits.
     """
     rewards = batch.rewards
     if config.overlong:
@@ -251,7 +252,7 @@ def microbatches(rollouts: Sequence[Rollout], group: int, limit: int, *, whole: 
 def _group_kinds(rollouts: Sequence[Rollout], group: int) -> list[int]:
     """Return a number for each group; groups with equal numbers can share one pass of the learner.
 
-    Such groups agree in how keys and values are quantised, in how keys are selected, and in their number of turns.
+    These groups agree in how keys and values are quantised, in how keys are selected, and in their number of turns.
     """
     leaders = rollouts[::group]
     # each turn may become a row of a pass

@@ -54,7 +54,7 @@ _STATE_KEYS = {"step", "updates", "telemetry_bytes", "ledgers", "config_hash", "
 def guarded(path: Path) -> Iterator[None]:
     """Turn OSErrors (a full, read-only or missing disk) in the context into a RunError that says how to continue.
 
-    ``path`` is the file or folder that is written, for the message.
+    ``path`` is the file or folder that is written; the message names it.
     """
     try:
         yield
@@ -109,14 +109,14 @@ class TelemetryLog:
 
     @property
     def count(self) -> int:
-        """The number of rows on disk, by counting line ends; 0 if the file cannot be read."""
+        """The number of rows on disk, which is that of line ends; 0 if the file cannot be read."""
         try:
             return self.path.read_bytes().count(b"\n")
         except OSError:
             return 0
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return every row so far; raises DataError for a damaged one."""
+        """Return every row so far; raise DataError if one is damaged."""
         return _read_rows(self.path) if self.size else []
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -188,9 +188,9 @@ class Position:
 class CheckpointFolder:
     """The folder of one training run.
 
-    The constructor reserves it for one configuration and base model, by a file that states both (the claim). ``more``
-    adds the sha256 of input files to the claim, because the configuration only names these files. Raises RunError if
-    the folder is another run's.
+    The constructor reserves it for one configuration and base model: it writes a file that states both (the claim).
+    ``more`` adds the sha256 of input files to the claim, because the configuration only names these files. Raises
+    RunError if the folder belongs to another run.
     """
 
     def __init__(self, path: Path, config: AnyConfig, base_sha256: str, more: Mapping[str, str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The configuration of a training run, apart from the base model: frozen, checked, hashed; and the table of arms."""
+"""The checked and hashed configuration of a training run, without the base model; and the table of arms."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def get_arm(name: str) -> Arm:
 
 
 class HashedConfig(ABC):
-    """A configuration with a hash, by which a checkpoint folder recognises the configuration that it belongs to."""
+    """A configuration with a hash, by which a checkpoint folder recognises its own configuration."""
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]:

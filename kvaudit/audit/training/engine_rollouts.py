@@ -171,7 +171,7 @@ def _draw(requests: Sequence[GenerationRequest], keep: int, drawer: Drawer) -> l
 
 
 class _Turn(NamedTuple):
-    """The tokens ``start`` to ``end`` sampled in one request, with the keys and values of all tokens before ``end``."""
+    """The tokens from ``start`` to ``end``, sampled in one request; ``written`` are keys and values of all before."""
 
     start: int
     end: int
@@ -179,7 +179,7 @@ class _Turn(NamedTuple):
 
 
 class RolloutTokens:
-    """The tokens of a rollout that grows: given ones (prompt, tool replies) and those that an engine samples."""
+    """The tokens of a growing rollout: given tokens (prompt, tool replies) and tokens that an engine samples."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.ids, self._start = list(prompt), len(prompt)

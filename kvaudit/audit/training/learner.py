@@ -201,8 +201,8 @@ class OldPolicy(NamedTuple):
 class Learner:
     """The model in training and its optimisers; it reads rollouts under its arm's view, dense or shadow.
 
-    Dense: with a full cache; shadow: with the cache that the sampler had. ``reference`` is the model for the KL term,
-    or None.
+    In the dense view it reads with a full cache, in the shadow view with the cache that the sampler had. ``reference``
+    is the reference model of the KL term, or None.
     """
 
     def __init__(self, model: Any, config: TrainConfig, reference: Any) -> None:
@@ -219,7 +219,7 @@ class Learner:
     def read(self, part: Batch) -> tuple[TokenPredictions, Tensor | None]:
         """Read a microbatch under the arm's view (full cache, or the sampler's).
 
-        Returns the predictions, and the critic's values [b, R] or None without a critic.
+        Returns the predictions, and the critic's values [b, R]; these are None if there is no critic.
         """
         # dense or shadow: the only place where arms differ in what they learn from
         view = self.config.design.learner

@@ -80,7 +80,7 @@ class MismatchPanel:
         self._add_largest("log_ratio", log_ratios)
 
     def numbers(self) -> dict[str, float | None]:
-        """Return all numbers; a number without any token to compute it from is None."""
+        """Return all numbers; a number is None if there is no token from which it could be computed."""
         tokens = self._sums.get("tokens", 0.0)
         return {
             **{name: self._mean(name, tokens) for name in ("kl", "k3_kl", "chi2_token")},
@@ -138,7 +138,7 @@ class MismatchPanel:
 class PercentileCounter:
     """A counter of values in [0, 1] that gives their percentiles.
 
-    These are exact up to a million values, beyond that from a histogram with bins of 1e-6.
+    The percentiles are exact up to a million values. For more values they come from a histogram with bins of 1e-6.
     """
 
     def __init__(self) -> None:

@@ -114,7 +114,7 @@ class RolloutSampler:
 def group_policies(config: TrainConfig, step: int) -> list[Policy]:
     """Return the policy of every group of a step; all arms that compress get the same ones.
 
-    A mixture of policies draws one for each group.
+    If the policy is a mixture, one of its policies is drawn for each group.
     """
     policy, groups = config.rollout_policy, range(config.prompts_per_step)
     return [policy.drawn(derive_seed("policy", config.seed, step, group)) for group in groups]

@@ -55,7 +55,7 @@ def mean_metrics(metrics: Sequence[Mapping[str, Tensor | float]], tokens: int) -
 class LearningResult(NamedTuple):
     """The results of the gradient steps on one batch.
 
-    ``metrics`` are means over tokens of graded rollouts (nats) and over all updates; None without tokens.
+    ``metrics`` are means (nats) over the tokens of graded rollouts and over all updates; None if no rollout is graded.
     """
 
     logprobs: Tensor  # [B, R], under the arm's view before the first update, 0 where nothing was sampled

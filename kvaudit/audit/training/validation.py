@@ -171,7 +171,7 @@ class EarlyStop:
 
 
 def read_mark(folder: Path) -> Mark | None:
-    """Return the mark (step and alarm) of a stopped arm, None while the arm trains; raises DataError if damaged."""
+    """Return the mark (step and alarm) of a stopped arm, None while it trains; raise DataError for a damaged mark."""
     path = folder / MARK
     if not path.exists():
         return None

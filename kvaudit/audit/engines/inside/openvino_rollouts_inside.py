@@ -28,7 +28,7 @@ _GIB = 1 << 30
 def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
     """Compile the model of a folder; return its description and a function that answers requests (rows).
 
-    Raises the engine's own error for an unknown setting, which it names.
+    For an unknown setting it raises the engine's own error, which names the setting.
     """
     settings, device = dict(setup["settings"]), setup["device"]
     cache_gib = float(settings.pop("cache_size", 2))

@@ -5,8 +5,8 @@ w = pi / pi_old per token, c the correction's weight, A the token's advantage, m
 
     - sum over rollouts and tokens of m c gain(w, A) share + beta share k3 + distill_weight share KL(learner || teacher)
 
-Departures from the papers: lower and upper clip bound differ (Yu 2025, 2503.14476); the factors c and m; the KL terms
-are averaged like the policy term, but not weighted by c.
+Departures from the papers: the lower and the upper clip bound may differ (Yu 2025, 2503.14476); the factors c and m are
+added; the KL terms are averaged like the policy term, but not weighted by c.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class BatchRewards(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """The advantages [B, T], 0 outside the mask, and the ``returns`` [B, T], a critic's targets (None without one)."""
+    """The advantages [B, T], 0 outside the mask, and ``returns`` [B, T], the targets of a critic if there is one."""
 
     advantages: Tensor
     returns: Tensor | None = None
@@ -133,7 +133,7 @@ class Loss:
 
 
 class ClippedLoss(Loss):
-    """A policy loss that is a weighted sum over tokens of a gain, by default clipped, plus KL terms.
+    """A policy loss: a weighted sum of the tokens' gains, which are clipped by default, plus KL terms.
 
     The module's docstring has the formula. A subclass defines ``share``, each token's weight in the sum, and overrides
     other parts as needed.
@@ -142,7 +142,7 @@ class ClippedLoss(Loss):
     by_std: ClassVar[bool] = True  # whether advantages are divided by their group's standard deviation
 
     def estimate(self, batch: BatchRewards) -> Estimate:
-        """Give every token of a rollout its reward relative to its group as advantage (Shao 2024, 2402.03300)."""
+        """Give all tokens of a rollout one advantage: its reward relative to its group (Shao 2024, 2402.03300)."""
         rows = group_advantages(batch.rewards, batch.graded, batch.group, by_std=self.by_std)
         return Estimate(rows[:, None] * batch.mask)
 

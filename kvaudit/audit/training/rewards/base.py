@@ -49,7 +49,10 @@ class Reward:
 
     @classmethod
     def of(cls, value: Any, options: Mapping[str, Any]) -> Self:
-        """Build the reward from a spec: ``value`` is its main value. Reads and imports nothing; raises SpecError."""
+        """Build the reward from its main value and its options in a spec; raise SpecError if they are invalid.
+
+        No file is read and no module imported.
+        """
         names = [field.name for field in fields(cls)]
         if value is not None and not names:
             raise SpecError(f"reward {cls.name} takes no value; write reward: {cls.name}")
@@ -96,7 +99,7 @@ class Reward:
         raise NotImplementedError
 
     def kept_in(self, folder: Path) -> RewardFn:  # noqa: ARG002 - deterministic rewards store nothing
-        """Return the method ``rewards``; for a judge, one that stores its answers in ``folder`` and reuses them."""
+        """Return the method ``rewards``; a judge returns one that stores its answers in ``folder`` and reuses them."""
         return self.rewards
 
 
@@ -140,7 +143,7 @@ class RewardConfig:
     def inputs(self) -> Mapping[str, str]:
         """The sha256 of each input file of the reward, by name.
 
-        Empty for the suites' own grades, whose versions are recorded.
+        The result is {} if all rewards are the suites' own grades, since the suites' versions are recorded.
         """
         return {} if self.uses_grade_only else self.reward.inputs
 

@@ -1,4 +1,4 @@
-"""The probability of a label, by a sequence-classification model, as the reward.
+"""The reward that is the probability of a label, as a sequence-classification model gives it.
 
 An answer longer than the model's input limit is read in pieces (windows) that overlap by half.
 """

@@ -156,7 +156,7 @@ class OutputFolder:
 
 
 class StepNumbers:
-    """The accumulator of one optimiser step's telemetry, from its batches of rollouts and its microbatches.
+    """The telemetry of one optimiser step, accumulated from its batches of rollouts and its microbatches.
 
     Names are those of ``kvaudit.audit.training.telemetry``; means are over microbatches, like TRL's own metrics. A step
     that draws no rollouts reuses those of ``before``, the previous step.
@@ -291,7 +291,10 @@ def _source(function: Any) -> str:
 
 
 def questions_sha256(dataset: Any) -> str:
-    """Return the sha256 of all prompts of a data set; for a stream, whose prompts are not known yet, of its name."""
+    """Return the sha256 of all prompts of a data set.
+
+    The prompts of a stream are not known yet; the result is then the sha256 of its description.
+    """
     rows = dataset["prompt"] if hasattr(dataset, "__len__") and "prompt" in dataset.column_names else [str(dataset)]
     return sha256_of([str(row) for row in rows])
 
