@@ -1,6 +1,6 @@
-"""Serving engines such as vLLM, one file each; and the parser of a spec's ways to serve a model.
+"""Serving engines such as vLLM, one file each; and the parser of the ways to serve a model that a spec names.
 
-Such a way is a policy (of kvaudit's own cache), or an engine with settings.
+A way to serve a model is a policy (of kvaudit's own cache), or an engine with settings.
 """
 
 from kvaudit.audit.engines.base import (

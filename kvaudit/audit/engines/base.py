@@ -57,7 +57,7 @@ class GenerationRequest(NamedTuple):
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Return the seed of one turn of a conversation; no two turns use the same random numbers."""
+    """Return the seed of turn number ``turn`` of a conversation, so that every turn has other random numbers."""
     return derive_seed("turn", seed, turn) if turn else seed
 
 
@@ -65,8 +65,8 @@ def turn_seed(seed: int, turn: int) -> int:
 class Reply:
     """An engine's reply to one request; ``logprob`` is the sum of its tokens' log-probs in nats, None if unknown.
 
-    ``text`` is the answer of an engine that returns no token ids (``ids`` is empty then). ``refused`` is the
-    server's message if it rejected the request. ``thought`` is the text of the model's reasoning before the answer, and
+    If the engine returns no token ids, ``ids`` is empty and ``text`` is the answer. ``refused`` is the server's
+    message if it rejected the request. ``thought`` is the text of the model's reasoning before the answer, and
     ``said_in`` names the fields of the server's message that held the answer.
     """
 
@@ -88,7 +88,7 @@ class EngineFailed(AuditError):
 
 
 def require_replies(requests: Sequence[GenerationRequest], replies: Sequence[Reply], engine: str) -> None:
-    """Raise EngineFailed unless each request has a valid reply."""
+    """Raise EngineFailed unless each request has one reply that keeps to its token limit and its stop tokens."""
     if len(replies) != len(requests):
         raise EngineFailed(f"engine {engine} gave {len(replies)} replies to {len(requests)} requests")
     for request, reply in zip(requests, replies, strict=True):
@@ -151,7 +151,7 @@ class Drawer(ABC):
 
     @abstractmethod
     def push(self, weights: Mapping[str, Tensor]) -> None:
-        """Load new weights, by their names in the checkpoint.
+        """Load new weights, keyed by their names in the checkpoint.
 
         Raises EngineFailed, or RunError if the engine holds other weights afterwards.
         """
@@ -160,7 +160,7 @@ class Drawer(ABC):
     def draw(self, requests: Sequence[GenerationRequest], *, keep: int) -> list[DrawnRollout]:
         """Sample and return one rollout per request; the first ``keep`` of them come with their keys and values.
 
-        Raises EngineFailed, or RunError if the engine sampled with other weights than it was given.
+        Raises EngineFailed, or RunError if the engine sampled with other weights than those pushed last.
         """
 
     @abstractmethod
@@ -180,10 +180,10 @@ class EngineContext(NamedTuple):
 class Engine:
     """A serving engine; a plug-in subclasses it with a ``name`` that no policy has.
 
-    ``install`` is the command that installs it. ``compresses`` maps each setting that compresses the KV cache to
-    the values that do not compress (empty: every value compresses). ``uncompressed`` are the settings that the
-    uncompressed reference gets in place of the compressing ones. ``always`` are defaults that kvaudit sets, since the
-    engine's own defaults may depend on the machine.
+    ``install`` is the command that installs it. ``compresses`` lists the settings that can compress the KV cache, each
+    with those of its values that do not compress (empty: every value compresses). The uncompressed reference gets the
+    settings ``uncompressed`` instead of these. ``always`` are defaults that kvaudit sets, since the engine's own
+    defaults may depend on the machine.
     """
 
     name: ClassVar[str] = ""
@@ -202,7 +202,7 @@ class Engine:
 
     @classmethod
     def reference(cls, settings: Settings) -> Settings:
-        """Return the settings of the uncompressed reference: those that compress are replaced, all others kept."""
+        """Return the settings of the uncompressed reference: those that can compress are replaced, all others kept."""
         shared = {name: value for name, value in settings.items() if name not in cls.compresses}
         return {**shared, **cls.uncompressed}
 
@@ -216,7 +216,7 @@ class Engine:
 
     @classmethod
     def compressing(cls, settings: Settings) -> list[str]:
-        """Return the names of those settings whose value compresses the KV cache."""
+        """Return the names of the given settings whose values compress the KV cache."""
         return [name for name, values in cls.compresses.items() if name in settings and settings[name] not in values]
 
     @classmethod
@@ -263,9 +263,9 @@ class Engine:
 
     @classmethod
     def store(cls, settings: Settings) -> EngineStore | None:  # noqa: ARG003
-        """Return how the engine rounds the keys and values that it stores under the settings; None if unknown.
+        """Return how the engine, under the settings, rounds the keys and values in its cache; None if unknown.
 
-        With it, training can replay rollouts: recompute their log-probs from equally rounded keys and values.
+        If it is known, training can replay rollouts: recompute their log-probs from equally rounded keys and values.
         """
         return None
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class EngineAnswer(NamedTuple):
-    """A graded answer; its log-prob covers all turns, and its seconds are an equal share of the batch's."""
+    """A graded answer; its log-prob is the sum over all turns, its seconds are an equal share of the batch's time."""
 
     item: Item
     grade: Grade
@@ -115,9 +115,10 @@ def converse(
 ) -> list[EngineAnswer]:
     """Let the engine answer every item ``group`` times, and grade the answers.
 
-    Answers are in the order of the items, with the ``group`` answers of an item adjacent, and there is one seed per
-    answer. ``model`` is the checkpoint that the engine serves; only its chat template and positions are used.
-    ``thinks``: the model may reason before it answers. Raises EngineFailed.
+    Answers are in the order of the items, with the ``group`` answers of an item adjacent; ``seeds`` has one seed per
+    answer. ``prompts`` has the prompt of each item as tokens. ``model`` is the checkpoint that the engine serves; only
+    its chat template and its number of positions are used. ``thinks``: the model may reason before it answers. Raises
+    EngineFailed.
     """
     from kvaudit.audit.sampling.conversations import AskedItem, Conversation
 

@@ -1,9 +1,9 @@
 """A running OpenAI-compatible server as an engine, with the settings ``base_url``, ``model`` and ``key``.
 
-``key`` is the environment variable with its API key. The server takes chat completions as text. kvaudit checks that it
-renders conversations as the model's own template does: by token ids if the server shows them (vLLM and llama.cpp do),
-else by the number of prompt tokens that it reports. Its cache settings are unknown, so a spec must name the server to
-compare it with (the reference).
+``key`` names the environment variable with its API key. The server takes chat completions as text. kvaudit checks that
+it renders conversations as the model's own template does. It compares token ids if the server shows them (vLLM and
+llama.cpp do), else the number of prompt tokens that the server reports. Its cache settings are unknown, so a spec must
+also name a server to compare it with (the reference).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RunningEndpoint(Engine):
 
     @classmethod
     def reference(cls, settings: Settings) -> Settings:
-        """Raise SpecError: the spec must name the server to compare with, since cache settings here are unknown."""
+        """Raise SpecError: the cache settings of this server are unknown, so the spec must name one to compare with."""
         raise SpecError(
             f"engine endpoint: the cache settings of {settings['model']} at {settings['base_url']} are unknown; name "
             "the server to compare it with, reference: {base_url: http://..., model: ...}"
@@ -213,7 +213,7 @@ class _EndpointSession(Session):
     def _compare_prompts(self) -> str:
         """Check that the server renders conversations into the same token ids as the model's own template.
 
-        Returns in words how the server showed its ids; empty if it does not show them. Raises SpecError if they differ.
+        Returns in words how the server showed its ids; "" if it does not show them. Raises SpecError if the ids differ.
         """
         for server, prompt_ids in (("llama.cpp", self._llama_cpp_ids), ("vLLM", self._vllm_ids)):
             for number, messages in enumerate(_conversations(self._chat)):
@@ -273,7 +273,7 @@ def _endpoint(settings: Settings, timeout: float, tries: int = _TRIES) -> Endpoi
 
 
 def _conversations(chat: Chat) -> list[tuple[Message, ...]]:
-    """Return conversations for comparing templates: a question, one with a system prompt, a second turn."""
+    """Return conversations for comparing templates: a question alone, after a system prompt, and in a second turn."""
     question, answer = Message(Role.USER, "What is 2 + 2?"), Message(Role.ASSISTANT, "4.")
     system = [(Message(Role.SYSTEM, "Be brief."), question)] if chat.system_role == "native" else []
     return [(question,), *system, (question, answer, Message(Role.USER, "And 3 + 3?"))]

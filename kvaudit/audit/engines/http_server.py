@@ -43,9 +43,9 @@ _R = TypeVar("_R")
 
 
 class ServerEngine(Engine):
-    """An engine that is a server, whose settings are its command-line flags and environment variables.
+    """An engine that is a server; its settings are the server's command-line flags and environment variables.
 
-    Its Python package has the engine's ``name``. ``reserved`` are the flags that kvaudit sets itself.
+    The engine's ``name`` is also that of its Python package. ``reserved`` are the flags that kvaudit sets itself.
     """
 
     reserved: ClassVar[Collection[str]] = ()
@@ -56,7 +56,7 @@ class ServerEngine(Engine):
     def filled(cls, settings: Settings) -> Settings:
         """Return the settings with defaults, all flags spelled alike: "--kv-cache-dtype" becomes "kv_cache_dtype".
 
-        Raises SpecError for a setting given twice, and for an invalid one.
+        Raises SpecError if a setting is invalid or given twice.
         """
         # --kv-cache-dtype, kv-cache-dtype and kv_cache_dtype are one flag
         spelled = {
@@ -73,8 +73,8 @@ class ServerEngine(Engine):
     def _check_flags(cls, settings: Settings) -> None:
         """Raise SpecError for a setting that kvaudit sets itself, and for one that is no flag or environment variable.
 
-        Command-line parsers accept abbreviated flags, so a reserved flag is found by its beginning, and a flag that
-        kvaudit reads (since it compresses or takes GPUs) must be written in full.
+        Command-line parsers accept abbreviated flags. A setting is therefore refused too if it abbreviates a reserved
+        flag, or a flag that kvaudit has to read because it compresses the cache or sets the number of GPUs.
         """
         read = {*cls.compresses, *(name for names in cls.parallel for name in names)}
         for name in settings:
@@ -102,7 +102,7 @@ class ServerEngine(Engine):
 
     @classmethod
     def gpus(cls, settings: Settings) -> int:
-        """Return the number of GPUs: the product of the sizes that the settings give for each kind of parallelism."""
+        """Return the number of GPUs: the product of the settings for all kinds of parallelism."""
         given = [next((settings[name] for name in names if name in settings), "1") for names in cls.parallel]
         return math.prod(int(text) if _COUNT.fullmatch(text) else 1 for text in given)
 
@@ -122,8 +122,8 @@ class ServerEngine(Engine):
 class ServerSession(Session):
     """A session whose engine is a server that kvaudit has started.
 
-    It takes requests at ``path``, and answers at ``/health`` once it is ready. The model is served under a random name,
-    which tells this server from another one on the same port.
+    The server takes requests at ``path``, and answers at ``/health`` once it is ready. It serves the model under a
+    random name; by this name kvaudit notices if another server has taken the port.
     """
 
     path: ClassVar[str] = ""
@@ -226,9 +226,9 @@ class ServerSession(Session):
             raise self._process.failure(f"port {port} is in use by another server")
 
     def _failure(self, doing: str, error: Unanswered) -> EngineFailed:
-        """Return the error to raise for a missing answer, which says whether the server's process has ended.
+        """Return the error to raise for a missing answer; its message says whether the server's process has ended.
 
-        It first waits a moment, since a crashed process may take some time to end.
+        A crashed process may take some time to end, so the function first waits for that a moment.
         """
         until = time.monotonic() + _EXIT_SECONDS
         while self._process.is_running and time.monotonic() < until and "Error" in str(error):
@@ -251,14 +251,14 @@ class ServerSession(Session):
         return reply
 
     def _fetch_json(self, path: str) -> dict[str, Any]:
-        """Return the JSON object at a path, empty if there is none."""
+        """Return the JSON object that the server has at ``path``; {} if it has none."""
         try:
             return self._client.fetch(path, None, time.monotonic() + _PROBE_SECONDS)
         except Unanswered:
             return {}
 
     def _fetch_text(self, path: str) -> str:
-        """Return the text at a path, empty if there is none."""
+        """Return the text that the server has at ``path``; "" if it has none."""
         try:
             return self._client.fetch_text(path, time.monotonic() + _PROBE_SECONDS)
         except Unanswered:
@@ -278,7 +278,7 @@ def first_difference(theirs: Any, ours: Sequence[int]) -> int | None:
 def ask_concurrently(ask: Callable[[_Q], _R], questions: Sequence[_Q], at_once: int, until: float) -> list[_R]:
     """Call ``ask`` with every question, ``at_once`` of them in parallel; return the results in order.
 
-    Raises the first error of ``ask``, and Unanswered at the time ``until`` (of ``time.monotonic``).
+    Raises the first error of ``ask``, or Unanswered if results are missing at ``until``, a time of ``time.monotonic``.
     """
     started = time.monotonic()
     futures = start_all(ask, questions, at_once)
@@ -296,9 +296,10 @@ def ask_concurrently(ask: Callable[[_Q], _R], questions: Sequence[_Q], at_once: 
 
 
 def command_flags(settings: Settings, *, has_negation: bool = True) -> list[str]:
-    """Return settings as command-line flags: NAME=true becomes ``--NAME``, a value of several words a list of values.
+    """Return settings as command-line flags, ``--NAME=VALUE`` by default.
 
-    NAME=false becomes ``--no-NAME``, or is left out if the parser has no such flags (``has_negation`` false).
+    NAME=true becomes ``--NAME``, and NAME=false becomes ``--no-NAME``; if the parser has no such flags
+    (``has_negation`` is False), NAME=false is left out. A value of several words becomes several arguments.
     """
     flags = list[str]()
     for name, value in settings.items():

@@ -1,7 +1,7 @@
 """llama.cpp by llama-cpp-python; ``type_k`` and ``type_v`` are its KV cache's types, named as in its own tools.
 
-A GGUF file that a run names as its model is served as it is; any other checkpoint is converted to GGUF once, and a
-learner's weights in every training step (``exports.llama_cpp``).
+A GGUF file that a run names as its model is served unchanged. Any other checkpoint is converted to GGUF once
+(``exports.llama_cpp``); in training, the learner's weights are converted in every step.
 """
 
 from __future__ import annotations
@@ -71,13 +71,14 @@ class LlamaCpp(Engine):
 
     @classmethod
     def check_drawing(cls, settings: Settings) -> None:
-        """Raise nothing, since rollouts can be sampled under all settings."""
+        """Accept all settings, since rollouts can be sampled under any of them."""
 
     @classmethod
     def store(cls, settings: Settings) -> EngineStore | None:  # noqa: ARG003
-        """Return a store with ``shown``: training reads keys and values out of llama.cpp's own cache, already rounded.
+        """Return a store that is marked ``shown``: training need not round keys and values itself.
 
-        llama.cpp also rounds queries, which training does not imitate.
+        It reads them, already rounded, out of llama.cpp's own cache. llama.cpp also rounds queries; training does not
+        imitate that.
         """
         from kvaudit.audit.cache.engine_store import EngineStore
 

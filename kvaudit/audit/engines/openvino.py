@@ -68,10 +68,10 @@ class OpenVino(Engine):
 
     @classmethod
     def filled(cls, settings: Settings) -> Settings:
-        """Return the settings with the cache's default precision, u8, written out where no precision is set.
+        """Return the settings with defaults filled in; the cache's default precision is u8.
 
-        If keys or values alone have a precision, the default is written out for the other of the two. Raises SpecError
-        for settings of a feature that is not enabled, which the engine would ignore silently.
+        If a precision is set for keys only, values get the default, and the reverse. Raises SpecError for settings of
+        a feature that is not enabled, since the engine would ignore them silently.
         """
         if any(name.startswith("sparse_attention_config.") for name in settings):
             # its settings enable sparse attention, unless it is disabled explicitly
@@ -135,9 +135,9 @@ class OpenVino(Engine):
 
     @classmethod
     def store(cls, settings: Settings) -> EngineStore | None:
-        """Return how OpenVINO's CPU plug-in rounds stored entries: keys by channel in blocks, values by token.
+        """Return how OpenVINO's CPU plug-in rounds the keys and values in its cache; None if unknown.
 
-        None for settings whose rounding is unknown.
+        Keys have one scale per channel of a block of tokens, values one per token or per group of its channels.
         """
         from kvaudit.audit.cache.engine_store import ByChannel, ByToken, Cast, EngineStore
 
@@ -157,8 +157,8 @@ class OpenVino(Engine):
 def _check_effective(settings: Settings) -> None:
     """Raise SpecError for settings that are incomplete or would have no effect.
 
-    Such are eviction without its sizes, KVCrush without a budget or combined with ADAPTIVE_RKV, and settings of sparse
-    attention while it is off.
+    These are eviction without its sizes, KVCrush without a budget or combined with ADAPTIVE_RKV, and settings of sparse
+    attention if it is switched off.
     """
     crush = [name for name in settings if name.startswith("kvcrush_config.")]
     sparse = [name for name in settings if name.startswith("sparse_attention_config.")]

@@ -1,9 +1,9 @@
 """The process of an engine: started in its own group, read and written with time limits, ended with its children.
 
-RUN/logs/engines/NAME.log holds its stderr, and the stdout of a server, which is used over HTTP.
+RUN/logs/engines/NAME.log holds its stderr. If the engine is a server, which answers over HTTP, it holds stdout too.
 
-kvaudit starts ``supervisor.py``, which starts the engine and ends the group when kvaudit's process ends, even by kill
--9.
+kvaudit starts ``supervisor.py``. This starts the engine, and ends the whole group when kvaudit's process ends, even if
+that is killed by SIGKILL.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ class Process:
                 raise self.failure("it ended") from None
 
     def read_line(self, seconds: float, doing: str, setting: str) -> str:
-        """Return the next line of output; raise EngineFailed if the engine ends or the time is over first.
+        """Return the next line of output; raise EngineFailed if the engine ends first or sends none in ``seconds``.
 
-        The error message names what the engine was ``doing`` and the ``setting`` of the time limit.
+        The error message says what the engine was ``doing`` and which ``setting`` of the spec is the time limit.
         """
         stdout, until = self._pipes()[1], time.monotonic() + seconds
         while b"\n" not in self._unread:
@@ -125,7 +125,10 @@ class Process:
         return self._process.stdin.fileno(), self._process.stdout.fileno()
 
     def failure(self, reason: str) -> EngineFailed:
-        """Stop the engine and return the error, which quotes the last log lines about errors and the very last line."""
+        """Stop the engine and return the error to raise for ``reason``; its message quotes the log.
+
+        It quotes the last lines about errors and the very last line; if there are none about errors, the last lines.
+        """
         self.stop()
         lines = [line for text in self.log_text(_LAST_BYTES).splitlines() if (line := one_line(text))]
         errors = [line for line in lines if _ERROR.search(line) and "WARNING" not in line]
@@ -134,7 +137,7 @@ class Process:
         return EngineFailed(f"engine {self._engine}: {reason}{tail} (full log: {self._log})")
 
     def log_text(self, limit: int) -> str:
-        """Return at most the last ``limit`` bytes of what the log has gained since this process was started."""
+        """Return what was written to the log since this process was started, at most the last ``limit`` bytes."""
         try:
             with self._log.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)

@@ -76,8 +76,8 @@ class WorkerDrawer(Drawer):
     def _push(self, weights: Mapping[str, Tensor], *, known: bool) -> None:
         """Send weights to the engine; raise RunError if it then reports the hash of other weights.
 
-        ``known``: the engine was started with these weights, and only has to find out which of its own tensors belongs
-        to which name.
+        ``known``: the engine was started with these weights already; it only has to find out which of its own tensors
+        belong to which name.
         """
         try:
             path, self._pushed = self._write(weights)
@@ -95,7 +95,7 @@ class WorkerDrawer(Drawer):
             )
 
     def _write(self, weights: Mapping[str, Tensor]) -> tuple[Path, str]:
-        """Write weights in a file for the engine; return its path and the sha256 that the engine should report."""
+        """Write weights into a file for the engine; return the path, and the sha256 that the engine has to report."""
         import numpy as np
 
         path = self._exchange.path / "weights.npz"
@@ -120,7 +120,7 @@ class WorkerDrawer(Drawer):
     def _rollout(
         self, row: Mapping[str, Any], request: GenerationRequest, keys_and_values: tuple[Tensor, Tensor] | None
     ) -> DrawnRollout:
-        """Return the rollout of a reply; raise RunError if it lacks log-probs or was sampled after another prompt."""
+        """Return the rollout in the reply ``row``; raise RunError if it lacks log-probs or has another prompt."""
         # a row has a log-prob per token, and no sum
         reply = self._session.parse({**row, "logprob": None}, request)
         logprobs = row.get("logprobs")
@@ -142,8 +142,8 @@ class ExchangeFolder:
 
         RUN/logs/engines/kvaudit-rollouts-XXXXXXXX/held    locked while the folder is in use
 
-    It is created in ``parent`` and removed with the drawer. A killed process leaves it behind: the kernel releases the
-    lock, and the next ExchangeFolder in the same parent removes it.
+    It is created in ``parent`` and removed when the drawer stops. A killed process leaves it behind, but the kernel
+    releases the lock, and the next ExchangeFolder in the same parent removes it.
     """
 
     def __init__(self, parent: Path) -> None:
@@ -163,7 +163,7 @@ class ExchangeFolder:
 
 
 def model_weights(model: Any) -> dict[str, Tensor]:
-    """Return a model's weights by name, but tied weights (which share memory) only under their first name."""
+    """Return a model's weights by name; tied weights, which share memory, are listed under their first name only."""
     unique: dict[int, tuple[str, Tensor]] = {}  # by address
     for name, tensor in model.state_dict().items():
         unique.setdefault(tensor.data_ptr(), (name, tensor))
@@ -173,7 +173,7 @@ def model_weights(model: Any) -> dict[str, Tensor]:
 def _remove_if_unused(folder: Path) -> None:
     """Remove an exchange folder if the process that made it has ended.
 
-    Files that its engine is still writing are left for the next call.
+    If its engine is still writing files there, they are left for the next call.
     """
     with suppress(OSError):  # it is in use, or not ours to remove
         if not (folder / _LOCK).exists():

@@ -90,7 +90,8 @@ class SgLangSession(ServerSession):
 def check_auto_dtype(settings: Settings, config: Mapping[str, Any]) -> None:
     """Raise SpecError if ``kv_cache_dtype`` is auto and the checkpoint's config itself asks for a compressed cache.
 
-    SGLang then compresses the reference too, and reports auto. The keys are those of compressed-tensors and ModelOpt.
+    SGLang would then compress the reference too, and still report auto. ``config`` is the checkpoint's config; the keys
+    that compressed-tensors and ModelOpt write into it are checked.
     """
     quantisation = config.get("quantization_config") or {}
     asked = [key for key in ("kv_cache_scheme", "kv_cache_quant_algo") if quantisation.get(key)]

@@ -158,9 +158,9 @@ class Vllm(ServerEngine):
 
     @classmethod
     def store(cls, settings: Settings) -> EngineStore | None:
-        """Return how vLLM rounds stored keys and values: a cast to another type with scale 1.0.
+        """Return how vLLM rounds the keys and values in its cache: by a cast to another type with scale 1.0.
 
-        None if, under these settings, scales may differ or some layers may be stored uncast.
+        Returns None if the settings may lead to other scales, or leave some layers without the cast.
         """
         import torch
 
@@ -207,8 +207,8 @@ def _environment(settings: Settings, context: EngineContext) -> dict[str, str]:
 def _learner_gpu(settings: Settings, context: EngineContext) -> dict[str, str]:
     """Return {name: value} of the environment variable that makes the engine use the learner's GPU.
 
-    Without it the engine would use the first GPU. Empty on a CPU, and if the settings spread the engine over several
-    GPUs.
+    Without the variable the engine would use the first GPU. Returns {} if the learner is on a CPU, or if the settings
+    spread the engine over several GPUs.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Checkpoints converted into an engine's own format, once, and kept in a folder named by their hashes.
+"""Checkpoints that were converted, once, into an engine's own format; their folder is named by their hashes.
 
     $KVAUDIT_CACHE/KIND/SHA256-METHOD/    complete or absent; the default of the variable is ~/.cache/kvaudit
                                           SHA256 of the weights; METHOD covers config and tokenizer too
@@ -50,15 +50,15 @@ class EngineCheckpoint(NamedTuple):
 
     @property
     def described(self) -> dict[str, str]:
-        """What provenance.json says about the weights: their origin, and whether kvaudit could not verify them."""
+        """The facts about the weights for provenance.json: their origin, and a mark if they were not verified."""
         return {"weights": self.origin, **({} if self.is_verified else {NOT_SHOWN: "weights"})}
 
 
 def configured_weights(context: EngineContext, engine: str, file: str, expected: str) -> EngineCheckpoint | None:
     """Return the weights that the spec names as ``engines.ENGINE.weights``, None if it names none.
 
-    They are a folder with ``file`` in it, or a file if ``file`` is empty; raises SpecError otherwise, with ``expected``
-    as the description of what they should be.
+    They must be a folder that holds ``file`` or, if ``file`` is empty, a file. Otherwise SpecError is raised; its
+    message quotes ``expected``, which says what they should be.
     """
     if context.spec.weights is None:
         return None
@@ -71,9 +71,9 @@ def configured_weights(context: EngineContext, engine: str, file: str, expected:
 def convert_once(kind: str, sha256: str, method: str, convert: Callable[[Path], Mapping[str, str]]) -> EngineCheckpoint:
     """Return the weights with hash ``sha256`` in the format ``kind``, such as "gguf"; convert them at the first call.
 
-    ``method`` describes the conversion; another method has another folder. ``convert`` writes into an empty folder
-    and returns the versions of the libraries that it used. Raises RunError if nothing can be written, or if the
-    folder was changed after its conversion.
+    ``method`` describes the conversion in words; each method has its own folder. ``convert`` writes into the empty
+    folder that it gets, and returns {name: version} of the libraries that it used. Raises RunError if nothing can be
+    written, or if the folder was changed after its conversion.
     """
     home = cache_home() / kind
     folder = home / f"{sha256[:_SHORT]}-{hashlib.sha256(method.encode()).hexdigest()[:6]}"
@@ -105,24 +105,24 @@ def convert_checkpoint(
 ) -> EngineCheckpoint:
     """Return a loaded model's weights in the format ``kind``, converted once (see ``convert_once``).
 
-    A model loaded in another dtype (which may have rounded its weights), or with another config or tokenizer, is
-    converted separately.
+    The same weights are converted again if they were loaded in another dtype, which may have rounded them, or with
+    another config or tokenizer.
     """
     dtype = str(model.dtype).removeprefix("torch.")
     return convert_once(kind, model.sha256, f"{method} of {dtype}, config {_config_digest(model)}", convert)
 
 
 def _config_digest(model: LoadedModel) -> str:
-    """Return a short hash of all that an exporter reads besides weights: the config, and the files of the folder."""
+    """Return a short hash of what an exporter reads besides the weights: the config and the model's other files."""
     config = {name: value for name, value in model.model.config.to_dict().items() if name not in _NOT_COMPUTED}
     text = json.dumps([config, sorted(model.files.items())], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def check_weights_fit(weights: Path, engine: str) -> None:
-    """Raise SpecError if a file or folder of weights is larger than the free memory (of the container, if any).
+    """Raise SpecError if a file or folder of weights is larger than the memory that is free here.
 
-    Otherwise the kernel would later kill the engine without any message.
+    In a container, its limit counts. Without this check the kernel would later kill the engine, without any message.
     """
     import torch
 
@@ -156,8 +156,9 @@ def _convert(folder: Path, sha256: str, method: str, convert: Callable[[Path], M
 def safetensors_folder(context: EngineContext, engine: str) -> EngineCheckpoint:
     """Return a folder with the model's safetensors, config and tokenizer, for engines that read such folders.
 
-    That is the folder that the spec names (SpecError if it has no config), the folder that the model was loaded from,
-    or a conversion.
+    It is the folder that the spec names or, if it names none, the one that the model was loaded from. If an engine
+    could not read the same weights there, the model is saved into a new folder. Raises SpecError if the folder in the
+    spec has no config.
     """
     if weights := configured_weights(context, engine, "config.json", "a folder that holds config.json"):
         return weights
@@ -167,9 +168,10 @@ def safetensors_folder(context: EngineContext, engine: str) -> EngineCheckpoint:
 
 
 def _source_folder(model: LoadedModel) -> Path | None:
-    """Return the folder that the model was loaded from.
+    """Return the folder that the model was loaded from; None if it is of no use to an engine.
 
-    None if an engine that reads the folder would get other weights than the loaded model has.
+    It is of no use if the model is a GGUF file or an adapter, or if the engine would read other weights in the folder
+    than the loaded model has.
     """
     from kvaudit.audit.sampling.model import locate
     from kvaudit.audit.sampling.weights import weight_files, weights_sha256

@@ -77,9 +77,10 @@ class WorkerSession(Session):
         self._process.stop()
 
     def _exchange(self, row: Mapping[str, Any], limit: str, doing: str, key: str, kind: type[T]) -> T:
-        """Send ``row``, return field ``key`` of the worker's answer; raise EngineFailed if it is not of type ``kind``.
+        """Send ``row``; return field ``key`` of the worker's answer, which must be of type ``kind``.
 
-        ``limit`` names the field of the spec that holds the time limit; ``doing`` is the engine's activity, for errors.
+        Raises EngineFailed for any other answer, or if none comes within the time limit, which is the field ``limit``
+        of the engine's spec. ``doing`` says in error messages what the engine is doing.
         """
         self._lines += 1
         seconds = float(getattr(self._spec, limit))
@@ -112,9 +113,9 @@ class WorkerSession(Session):
 
 
 def parse_reply(row: Any, request: GenerationRequest, vocabulary: int) -> Reply | None:
-    """Return ``row``, a dict of ids, finish and logprob from an engine, as a ``Reply``.
+    """Return ``row``, a dict of ids, finish and logprob from an engine, as a ``Reply``; None if it is not valid.
 
-    None if it is not a valid reply to ``request`` of a model with ``vocabulary`` tokens.
+    For example, it must keep to the token limit of ``request``, and its ids must be below ``vocabulary``.
     """
     try:
         ids, finish, logprob = row["ids"], parse_finish(row["finish"]), row["logprob"]

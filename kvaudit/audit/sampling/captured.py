@@ -41,9 +41,9 @@ _UNREPLAYED_STEPS = 64  # steps without a replay, after which a note says so
 
 
 def step_mode(device: torch.device) -> str:
-    """Return how decode steps on ``device`` are computed, such as "compiled", by the variable KVAUDIT_STEP.
+    """Return how decode steps on ``device`` are computed, such as "compiled".
 
-    Raises SpecError if the variable has an invalid value.
+    The environment variable KVAUDIT_STEP decides this. Raises SpecError if it has an invalid value.
     """
     mode = os.environ.get(VARIABLE) or "auto"
     if mode not in MODES:
@@ -74,9 +74,9 @@ class CapturedStep(NamedTuple):
 
 
 def capture_graph(run: Callable[[], Tensor], device: torch.device) -> CapturedStep:
-    """Capture ``run`` as a CUDA graph of ``device`` without computing anything.
+    """Capture the kernels that ``run`` starts as a CUDA graph of ``device``; nothing is computed yet.
 
-    Raises RunError if it cannot be captured.
+    ``run`` takes no arguments and returns the logits [B, V] of a step. Raises RunError if it cannot be captured.
     """
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     collects = gc.isenabled()
@@ -100,7 +100,7 @@ def capture_graph(run: Callable[[], Tensor], device: torch.device) -> CapturedSt
 
 
 def _address(weight: Tensor) -> int:
-    """Return the address of a weight, or its id if it consists of several tensors."""
+    """Return the memory address of a weight; if it consists of several tensors, return Python's ``id`` of it."""
     try:
         return weight.data_ptr()
     except RuntimeError:  # the weight consists of several tensors
@@ -172,8 +172,8 @@ class StepRunner:
     def __call__(self, tokens: Sequence[int], room: int, pinned: Tensor | None = None) -> Tensor:
         """Feed one token per row (-1 = none) and return the next logits [B, V].
 
-        About ``room`` more steps are expected to follow; a step is captured as a CUDA graph only if there are enough of
-        them. ``pinned`` bool [B, 1] marks tokens that must never be evicted.
+        ``room`` is about how many more steps will follow. If these are too few, capturing the step as a CUDA graph
+        would not pay and is left out. ``pinned`` bool [B, 1] marks tokens that must never be evicted.
         """
         key = self._step.prepare(tokens, room, pinned)
         captured = self._graphs.get(key)
@@ -194,7 +194,10 @@ class StepRunner:
             return self._step.run(self._forward)
 
     def _forward(self, ids: Tensor, positions: Tensor, step: FixedStep) -> Tensor:
-        """Return the logits [B, V] that follow the tokens ``ids`` [B, 1] at row positions [B, 1]."""
+        """Return the logits [B, V] that follow the tokens ``ids`` [B, 1].
+
+        ``positions`` [B, 1] are the tokens' positions in their rows. Attention reads the cache through ``step``.
+        """
         # attention through a cache ignores the mask, but without one transformers would read positions to make one
         unused = torch.ones(len(ids), 1, 1, 1, dtype=torch.bool, device=ids.device)
         output = self._model(
@@ -210,7 +213,10 @@ class StepRunner:
         return logits
 
     def _capture(self, key: Hashable) -> CapturedStep | None:
-        """Capture the step as a CUDA graph without computing it; return None if that is not possible."""
+        """Capture the step as a CUDA graph without computing it, and keep the graph under ``key``.
+
+        Returns None if the step cannot be captured.
+        """
         while len(self._graphs) >= MAX_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         if not self._graphs:
@@ -224,7 +230,10 @@ class StepRunner:
         return captured
 
     def _note_missing_replays(self, room: int) -> None:
-        """Count a step that was not replayed from a CUDA graph; print a note once after many such steps in a row."""
+        """Count a step that was not replayed from a CUDA graph; after many such steps in a row, print a note once.
+
+        The step is not counted if ``room``, the number of steps that will follow, is too small for a capture.
+        """
         if self._mode == "fixed" or room < FEWEST_STEPS:  # nothing would be captured in any case
             return
         self._since_replay += 1
@@ -236,8 +245,8 @@ class StepRunner:
 def fused_layers(model: Any) -> Iterator[None]:
     """Let torch.compile fuse the operators of the model's layers inside the context; the model stays unchanged.
 
-    All layers of a class share one compiled function. Attention is left out, since it goes through the cache. Other
-    threads that use the model compute its layers without fusion, or wait here.
+    All layers of a class share one compiled function. Attention is left out, since it goes through the cache. Another
+    thread that runs the model meanwhile computes its layers unfused; one that calls this function too has to wait.
     """
     with _FUSING:
         layers = [
@@ -265,9 +274,9 @@ _fused_forwards: dict[type, Callable[..., Any]] = {}
 
 
 def _has_own_forward(layer: Any) -> bool:
-    """Return whether a layer runs the forward of its class, and not a replacement.
+    """Return whether a layer runs the ``forward`` that its class defines.
 
-    A forward that is wrapped for gradient checkpointing counts as that of the class.
+    This is False if ``forward`` was replaced on the layer, but a wrapper for gradient checkpointing is no replacement.
     """
     forward = vars(layer).get("forward")
     return forward is None or (isinstance(forward, partial) and forward.func.__module__.startswith("kvaudit."))

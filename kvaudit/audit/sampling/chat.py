@@ -58,8 +58,8 @@ _PROBES: list[list[dict[str, str]]] = [
 class ChatTokens:
     """Token ids with one role name per token: system, user, assistant, tool, or format (the template's own text).
 
-    A span is a text that the suite marks; ``spans`` maps its name to the positions of the tokens that hold a character
-    of it.
+    A span is a text that the suite marks. ``spans`` maps its name to the indices of all tokens that hold at least one
+    character of this text.
     """
 
     ids: tuple[int, ...]
@@ -79,8 +79,8 @@ class Chat:
     """A fast tokenizer with its chat template, which renders the first prompt and what follows each answer.
 
     ``tool_role`` and ``system_role`` are "native" if the template accepts that role, "user" if its text is put into
-    a user message. ``opens_thought`` is True if the template begins every answer with the opening of a thought.
-    ``stop_ids`` are all tokens that end an assistant turn. ``options`` are passed to the template by name.
+    a user message. ``opens_thought`` is True if every prompt ends with the opening tag of a thought (reasoning).
+    ``stop_ids`` are all tokens that end an assistant turn. ``options`` are passed to the template as its variables.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class Chat:
         self.stop_ids: frozenset[int] = frozenset(stop_ids) | self._template_stops()
 
     def prompt(self, messages: Sequence[Message], spans: Sequence[Span] = (), tools: Tools = ()) -> ChatTokens:
-        """Return the prompt as tokens, including the header of the answer, with the tokens of the marked ``spans``.
+        """Return the prompt as tokens; it ends with the header of the answer.
 
-        A span is a text that the suite marks. A span whose text is ``list_tools(tools)`` stands for the listing of the
-        tools that the template writes.
+        ``spans`` are the texts that the suite marks; the result has the indices of their tokens. A span with the text
+        ``list_tools(tools)`` marks the list of the tools, in whatever form the template writes it.
         """
         return self._render((), *self.request_of(messages, tools), spans)
 
@@ -119,7 +119,7 @@ class Chat:
 
     @cached_property
     def tool_form(self) -> ToolForm | None:
-        """The syntax of tool calls named in the options, else the tokenizer's, else the template's; None if unknown."""
+        """The syntax of tool calls that the options name, else the tokenizer, else the template; None if none does."""
         if self._named_form is not None:
             return self._named_form
         template = getattr(self.tokenizer, "response_template", None)  # only newer versions of transformers have it
@@ -128,10 +128,10 @@ class Chat:
         return form_of(self._tool_source)
 
     def tool_form_of(self, messages: Sequence[Message], tools: Tools) -> str:
-        """Return the name of the form (syntax) in which a conversation offers tools; "" for one without tools.
+        """Return the name of the form (syntax) of a conversation's tools and calls; "" if it has neither.
 
-        "text": the prompt contains the tools as text, because the options say so, or because the template does not
-        take tools or these calls. "any": the template writes the tools, but the form of its calls is unknown.
+        The name is "text" if kvaudit writes the tools into the prompt as text, because the options say so or because
+        the template cannot write them. It is "any" if the template writes them, but in an unknown syntax of calls.
         """
         if not tools and not any(message.tool_calls for message in messages):
             return ""
@@ -156,8 +156,8 @@ class Chat:
     ) -> tuple[tuple[Message, ...], tuple[Mapping[str, Any], ...]]:
         """Return the messages and tools of a conversation as they are passed to the template.
 
-        If the prompt has to contain the tools as text, the messages hold them and no tools are returned. Otherwise
-        calls are left out of a message's text, since the template writes them.
+        If the prompt has to contain the tools as text, they are added to the messages, and no tools are returned. If
+        not, tool calls are removed from the text of messages, since the template writes the calls itself.
         """
         form = self.tool_form_of(messages, tools)
         if form == TEXT_FORM:
@@ -168,10 +168,10 @@ class Chat:
         return tuple(messages), tuple(tools)
 
     def call_text(self, messages: Sequence[Message], calls: Sequence[ToolCall], tools: Tools) -> str | None:
-        """Return tool calls as the model would write them; None if the template does not write them.
+        """Return the text that the model would write for tool calls; None if the template does not write calls.
 
-        The text is cut from a rendering in which the calls are the next turn. It is None if the prompt contains the
-        tools as text, or if adding the calls changes how the template renders the conversation before them.
+        To find it, the template renders ``messages`` with the calls as the next turn, and the text of that turn is cut
+        out. It is None too if with this turn the template renders the messages before it differently.
         """
         calls = [replace(call, call_id=f"call{number:05}") for number, call in enumerate(calls)]
         # with results, since some templates end a turn by the beginning of the next
@@ -223,7 +223,7 @@ class Chat:
 
     @property
     def unstable_names(self) -> list[str]:
-        """What the template uses that may make its output differ from day to day, such as strftime_now."""
+        """What in the template may make its output differ from day to day: names such as strftime_now, addresses."""
         names = {*unstable_names(self._source), *unstable_names(self._tool_source)}
         if has_address(self._template([Message(Role.USER, ".")])):
             names.add("an object's address")
@@ -239,10 +239,10 @@ class Chat:
     ) -> ChatTokens:
         """Return the tokens after an assistant's answer: its end-of-turn, the new ``messages``, the generation prompt.
 
-        They are cut from a conversation with a marker as the answer, so this works with any template. An answer that
-        ends with a sampled end-of-turn token already holds the first of these tokens: see ``continuation``. ``calls``
-        are the tool calls of the answer and ``tools`` those of the conversation; both are empty if the prompt contains
-        the tools as text.
+        To work with any template, a conversation is rendered in which a marker stands for the answer, and the text
+        after the marker is cut out. If the model sampled an end-of-turn token itself, the first of these tokens are in
+        the answer already: see ``continuation``. ``calls`` are the tool calls of the answer, ``tools`` the tools of the
+        conversation; both are empty if the prompt contains the tools as text.
         """
         if calls and self._arguments_as is not None:
             # some templates write a tool's result only after its call
@@ -332,7 +332,7 @@ class Chat:
         return {"options": self.options, "system_role": self.system_role, "tool_role": self.tool_role, **named}
 
     def role_notes(self) -> list[str]:
-        """Return a sentence for each role that the template does not accept, which says where its text goes."""
+        """Return one sentence for each role that the template does not accept; it says where such texts are put."""
         roles = (("system", self.system_role, "system prompts"), ("tool", self.tool_role, "tool results"))
         text = "the template takes no {} role: {} stand in the user's message"
         return [text.format(role, texts) for role, support, texts in roles if support == "user"]
@@ -340,7 +340,7 @@ class Chat:
     def _role_support(self, role: Role, *, first: bool) -> Literal["native", "user"]:
         """Return "native" if the template writes messages of ``role``, "user" if their text must go into user messages.
 
-        ``first``: the role is tried at the beginning of a conversation, not at its end.
+        The role is tried at the beginning of a conversation if ``first`` is True, else at its end.
         """
         turns = [Message(Role.USER, "."), Message(Role.ASSISTANT, ".")]
         probe = Message(role, _MARKER)
@@ -382,9 +382,10 @@ class Chat:
     def _render(
         self, before: tuple[Message, ...], messages: Sequence[Message], tools: Tools, marked: Sequence[Span]
     ) -> ChatTokens:
-        """Return the text that the template writes after the messages ``before``, as tokens with their roles.
+        """Return, as tokens with roles, what the template writes after the text of the messages ``before``.
 
-        The result also has the positions of the spans ``marked`` (texts that the suite names).
+        This includes the text of ``messages`` and the header of the next answer. The result also has the indices of the
+        tokens of the spans ``marked`` (texts that the suite marks).
         """
         text = self._text_after(before, messages, tools)
         # unique texts in place of the messages, to tell the template's text from theirs
@@ -413,7 +414,7 @@ class Chat:
         return ChatTokens(tuple(encoded["input_ids"]), roles, spans)
 
     def _text_after(self, before: tuple[Message, ...], messages: Sequence[Message], tools: Tools = ()) -> str:
-        """Return what the template writes after the text of ``before``, up to the header of the next answer.
+        """Return what the template writes after ``before``: its end of turn, ``messages``, the next answer's header.
 
         ``before`` is empty or ends with a placeholder for an answer or a call.
         """
@@ -449,7 +450,7 @@ class Chat:
             ) from None
 
     def _rows(self, messages: Sequence[Message], arguments_as: ArgumentsAs | None) -> list[dict[str, Any]]:
-        """Return messages as the dicts that a chat template takes; texts of roles that it lacks go into user messages.
+        """Return messages as the dicts that a chat template takes; those of a role that it lacks become user messages.
 
         ``arguments_as`` is given only for a conversation with tools: "object" or "text" is how the template takes a
         call's arguments. Tool results then keep the role ``tool``, because such a template can write them.
@@ -534,11 +535,11 @@ def _with_slots(messages: Sequence[Message]) -> list[Message]:
 
 
 def _find_varying(text: str, texts: Mapping[int, _Stretch], frame: str, other: str, role: Role) -> list[_Stretch]:
-    """Return the parts of the prompt ``text``, outside of messages, where the template wrote tools or calls.
+    """Return the parts of the prompt ``text``, between its messages, where the template wrote tools or calls.
 
-    They are found where two renderings differ: ``frame``, with the same tools and calls as ``text``, and ``other``,
-    with different ones. ``texts`` has the part of ``text`` that each message takes up, by its number and in the order
-    of the text. ``role`` becomes the role of the returned parts.
+    ``frame`` is a rendering with the same tools and calls as ``text``, ``other`` one with different tools or calls; the
+    parts are where these two differ. ``texts`` maps each message's number to the part of ``text`` that the message
+    takes up, in the order of the text. The returned parts get the role ``role``.
     """
     starts = [0, *(stretch.end for stretch in texts.values())]
     ends = [*(stretch.start for stretch in texts.values()), len(text)]
@@ -563,7 +564,10 @@ def _between(frame: str, numbers: Iterable[int]) -> list[str]:
 
 
 def _roles(starts: Sequence[int], stretches: Iterable[_Stretch]) -> tuple[str, ...]:
-    """Return the role of every token: that of the stretch in which its first character lies, else "format"."""
+    """Return the role of every token: that of the stretch in which the token starts, or "format" outside of all.
+
+    ``starts`` has the position of each token's first character in the rendered text.
+    """
     ordered = sorted(stretches, key=lambda stretch: (stretch.start, stretch.end))
     roles, n = [], 0
     for start in starts:

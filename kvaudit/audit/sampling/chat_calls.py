@@ -30,7 +30,7 @@ LARGEST_SEED = 2**31 - 1  # that every endpoint accepts
 class Answer:
     """A completion of an endpoint that passed the checks of ``answer`` (no error, not filtered, plausible counts).
 
-    Token counts are None if the endpoint does not report them; ``seconds`` are those of the call. ``thought`` and
+    Token counts are None if the endpoint does not report them. ``seconds`` is the duration of the call. ``thought`` and
     ``said_in`` (the fields that held the text, if not ``content`` alone) are copied from the ``ChatCompletion``.
     """
 
@@ -47,7 +47,8 @@ class Answer:
 class SentRequest(NamedTuple):
     """A chat-completion request as it was sent: its messages (``rows``) and what is known of its size.
 
-    ``tokens`` is the number of prompt tokens, estimated unless ``exact``; ``limit`` is how many new tokens it allows.
+    ``tokens`` is the number of prompt tokens; it is an estimate unless ``exact`` is set. ``limit`` is the largest
+    number of new tokens.
     """
 
     rows: WireRows
@@ -74,15 +75,19 @@ def request_body(
     seed: int | None = None,
     limit_name: str = "max_tokens",
 ) -> dict[str, Any]:
-    """Return the body of a request for an answer of at most ``limit`` tokens; a ``top_p`` of 1 is left out."""
+    """Return the body of a request for an answer of at most ``limit`` tokens; a ``top_p`` of 1 is left out.
+
+    ``limit_name`` is the field in which the endpoint expects the limit.
+    """
     body = {"model": model, "messages": rows, "temperature": temperature, limit_name: limit}
     return body | ({"top_p": top_p} if top_p < 1 else {}) | ({} if seed is None else {"seed": seed})
 
 
 class Readings:
-    """The conversations that an endpoint has read so far, to check the prompt tokens that it reports.
+    """The conversations that an endpoint has read so far.
 
-    An endpoint may leave tokens that it has read before, and cached, out of its counts. Thread-safe.
+    They are needed to check the prompt tokens that it reports, since an endpoint may not count tokens that it read in
+    an earlier request and still has in its cache. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -119,8 +124,8 @@ def ask(
 ) -> Answer:
     """Send the ``body`` of a request and return its answer, checked as in ``answer``.
 
-    Raises Unanswered if none comes before the ``deadline`` (of ``time.monotonic``), or one of another model than the
-    first.
+    Raises Unanswered if no answer comes before ``deadline``, a time of ``time.monotonic``, or if the answer names
+    another model than the endpoint's first answer did (``model``).
     """
     started = time.perf_counter()
     completion = client.ask(body, deadline)
@@ -135,9 +140,9 @@ def answer(
 ) -> Answer:
     """Return a completion as an ``Answer``; raise Unanswered if it cannot be the answer to ``request``.
 
-    The token counts that the endpoint reports are checked against our own. Two are ignored: one that is not a number,
-    and one that is too small because the endpoint has read the beginning of the conversation before (``readings``) and
-    may not count cached tokens. ``seconds`` is the duration of the call.
+    The token counts that the endpoint reports are checked against our own. A count that is not a number is ignored. So
+    is a count of prompt tokens that is too small, if the endpoint has read the beginning of the conversation before
+    (``readings``), since it may not count cached tokens. ``seconds`` is the duration of the call.
     """
     new_tokens = _number(completion.usage, "completion_tokens") or None
     if request.has_tools and completion.calls:
@@ -158,7 +163,7 @@ def answer(
 
 
 def _with_calls(completion: ChatCompletion) -> ChatCompletion:
-    """Return a completion with the tool calls that the server parsed out of its text appended to the text again.
+    """Return a completion whose text includes, at its end, the tool calls that the server had taken out of it.
 
     A finish reason that stands for "ended by a tool call" becomes "stop".
     """
@@ -212,7 +217,8 @@ def _prompt_tokens(usage: Any, request: SentRequest, readings: Readings) -> int 
 def _check_length(completion: ChatCompletion, finish: Finish, new_tokens: int | None, limit: int) -> None:
     """Raise Unanswered if an answer's length, or its count of new tokens, cannot be true for its request.
 
-    The answer may be far longer than the request's limit, or be cut off well below it. Thoughts may exceed the limit.
+    An answer cannot be far longer than the request's limit, nor be cut off well below it. A thought (reasoning) may
+    exceed the limit.
     """
     most = max(limit, new_tokens or 0)
     if len(completion.text) > (most + _SPARE) * _LONGEST_TOKEN:  # regardless of the count that it reports

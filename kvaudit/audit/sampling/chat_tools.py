@@ -42,10 +42,10 @@ PROBE_TEXTS = (_NAME, _VALUE, PROBE[-1].content)
 
 
 def tool_fields(message: Message, names: dict[str, str], arguments_as: ArgumentsAs) -> dict[str, Any]:
-    """Return the fields about tools (calls, or the id of a result's call) of a message's dict for a chat template.
+    """Return the fields about tools of a message, for the dict that a chat template takes.
 
-    ``names`` maps call ids to names of tools. The calls of this message are added to it, so that the results of the
-    calls, in later messages, find the names.
+    An answer has a field for its calls; a result has the id of the call that it answers, and the tool's name. ``names``
+    maps call ids to names of tools. The calls of this message are added to it, for the results in later messages.
     """
     fields: dict[str, Any] = {}
     if message.tool_calls:
@@ -95,8 +95,8 @@ def differing_part(text: str, other: str) -> tuple[int, int]:
 class ResponseTemplate(ToolForm):
     """The syntax of tool calls that one tokenizer defines by its ``response_template``.
 
-    ``prompt`` is a prompt as the chat template renders it. The parser needs it, because its end may be the beginning of
-    the answer.
+    ``prompt`` is any prompt as the chat template renders it. The parser needs it, because a prompt may already end with
+    the first characters of the answer.
     """
 
     name = "tokenizer"

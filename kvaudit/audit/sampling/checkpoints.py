@@ -89,9 +89,9 @@ def checkpoint_sha256(folder: Path) -> str:
 
 
 def checkpoint_files(folder: Path) -> dict[str, str]:
-    """Return {name: sha256} of the files besides weights that loading the checkpoint in a folder reads.
+    """Return {name: sha256} of the files that are read to load the checkpoint in a folder, except the weights.
 
-    For an adapter these are the files of its base model. Empty if the model is a GGUF file.
+    For an adapter these are the files of its base model. The result is {} if the model is a GGUF file.
     """
     base = _adapter_chain(str(folder.resolve()))[-1]
     return {} if base.endswith(".gguf") else files_read(locate(base))
@@ -142,7 +142,7 @@ def check_comparable(name_or_path: str, base: LoadedModel) -> None:
 
 
 def holds_same_weights(folder: Path, other: Path) -> bool:
-    """Return whether two folders hold the same weights, or the same adapter; different ones are not read to the end."""
+    """Return whether two folders hold the same weights, or the same adapter; reading stops at the first difference."""
     if folder.samefile(other):
         return True
     files, other_files = _identifying_files(folder), _identifying_files(other)
@@ -179,8 +179,8 @@ def _check_prompts(name_or_path: str, base: LoadedModel) -> None:
 def _check_base(folder: Path, name: str, base: LoadedModel) -> None:
     """Raise DataError if an adapter's config names another base model than the run's.
 
-    If the folder that it names is on this machine, the weights are compared. Folders move and hub ids are copied into
-    caches, so otherwise only the last part of the name is.
+    If the config names a folder that exists on this machine, the weights in it are compared with the run's. Otherwise
+    only the last parts of the two names are compared, since folders move and hub ids are copied into caches.
     """
     base_name = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     named = to_path(str(base_name or ""))
@@ -243,8 +243,8 @@ def _merge_adapter(folder: Path, name: str, base: LoadedModel) -> LoadedModel:
 def _check_all_placed(folder: Path, name: str, without_place: Collection[str]) -> None:
     """Raise DataError if tensors of an adapter's file were not loaded: merged without them, it would be another model.
 
-    ``without_place`` are the tensors that the adapted model has no place for, by peft's names. Of two tensors that
-    differ in peft's name of the adapter alone, peft loads one.
+    ``without_place`` has peft's names of the tensors for which the adapted model has no place. Two tensors may also
+    compete for one place, if only peft's name for the adapter differs in their names; peft then loads just one.
     """
     stored = [header.name for header in headers([folder / ADAPTER_WEIGHTS])]
     places = [_ADAPTER_NAME.sub("", tensor) for tensor in stored]
@@ -258,7 +258,7 @@ def _check_all_placed(folder: Path, name: str, without_place: Collection[str]) -
 
 
 def adapter_sha256(folder: Path, base_sha256: str) -> str:
-    """Return one sha256 of base model, adapter config and adapter weights; raise DataError without weights."""
+    """Return one sha256 for base model, adapter config and adapter weights; raise DataError if weights are missing."""
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise DataError(f"adapter {str(folder)!r} holds no {ADAPTER_WEIGHTS}; pickled weights are not loaded")
     # the config too: its alpha scales the weights

@@ -71,8 +71,8 @@ def play(
     row; the answer of a row does not depend on the other rows. The suite sets the length of an answer, not
     ``decoding.max_new_tokens``. An item with options (given answers) is one turn, answered by one of them. With
     ``thinks``, answers may begin with a thought, which stays in the transcript but is hidden from environment and
-    grader. ``prompts`` are the results of ``item_prompt`` for each item, if already rendered. ``at_once`` is the number
-    of rows that may share the batch (at least one item's; 0: no limit); further items enter as rows finish. Raises
+    grader. ``prompts`` are the results of ``item_prompt`` for each item, if already rendered. At most ``at_once`` rows
+    share the batch (0: no limit), but always all rows of at least one item; further items enter as rows finish. Raises
     SpecError before anything is sampled if a context does not fit the model's positions.
     """
     assert len(seeds) == len(suite_items) * group
@@ -97,7 +97,7 @@ def play(
 
 
 def item_prompt(chat: Chat, item: Item) -> ChatTokens:
-    """Return an item's prompt as tokens, with the places of its spans (texts that the suite marks)."""
+    """Return an item's prompt as tokens, with the indices of the tokens of its spans (texts that the suite marks)."""
     return chat.prompt(item.messages, item.spans, item.tools)
 
 
@@ -189,7 +189,8 @@ def score_answers(
     """Return the log-probs of given answers to each prompt, fed token by token through the compressed cache.
 
     ``answers`` has the answers to each prompt, as token ids. A prompt is prefilled once, and each answer gets a row.
-    Returns a list of (score, rollout) for each prompt and group member; all answers in a list share the member's seed.
+    The result has ``group`` lists per prompt, one for each of its seeds. Each list has a (score, rollout) pair for
+    every answer, in order; all rows of a list use the same seed.
     """
     width = max(map(len, answers))
     # pad with () where a prompt has fewer answers than the widest
@@ -264,14 +265,14 @@ class Conversation:
         return not self._thinks or self._holds_until(self._model.chat.text(ids))
 
     def cut(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Return an answer's tokens up to the first text that ends it; all of them without one."""
+        """Return an answer's tokens up to the first of the suite's ``until`` texts; all tokens if it has none."""
         ends = range(1, len(ids) + 1) if self.suite.until else ()
         return ids[: next((end for end in ends if self.has_ended(ids[:end])), len(ids))]
 
     def answer_end(self, text: str) -> int | None:
-        """Return where an answer's text ends: after the first ``until`` text outside a thought; None without one.
+        """Return where an answer's text ends: after the first of the suite's ``until`` texts outside a thought.
 
-        The suite's ``until`` texts end an answer.
+        Returns None if the text has none of them.
         """
         matches = [match.end() for end in self.suite.until for match in re.finditer(re.escape(end), text)]
         return next((end for end in sorted(matches) if self._holds_until(text[:end])), None)
@@ -293,12 +294,12 @@ class Conversation:
         return self.open
 
     def take_pending(self) -> ChatTokens:
-        """Return the environment's reply as tokens to append now, and forget it; no tokens if there is none."""
+        """Return the environment's reply as tokens to append now, and forget it; if there is none, no tokens."""
         reply, self._pending = self._pending, _NOTHING
         return reply
 
     def to_row(self, rollout: Rollout) -> GradedRow:
-        """Return the finished conversation, graded, with its ``rollout``; ``seconds`` is left at 0."""
+        """Return the finished conversation as a graded row with its ``rollout``; the row's ``seconds`` stay 0."""
         assert rollout.ids.shape[0] == len(self._roles)
         row = GradedRow(
             item=self.exchange.item,
@@ -365,8 +366,9 @@ def spans_kept(
 ) -> dict[str, KeptSpan]:
     """Return, for each span (a text that the suite marks), the share of its tokens still in the cache.
 
-    It is the mean over tokens, layers and KV heads, when the last answer starts. Text that the model wrote is never
-    part of a span, even if it repeats one. A template's listing of tools has tokens but no place in the transcript.
+    The share is taken when the last answer starts, as a mean over tokens, layers and KV heads. Text that the model
+    wrote never belongs to a span, even if it repeats the span's text. If a span marks the list of tools that the
+    template writes, it has tokens but no place in the transcript.
     """
     by_model = (Role.ASSISTANT, Role.THOUGHT)
     texts = [m.content if n < len(item.messages) or m.role not in by_model else "" for n, m in enumerate(transcript)]

@@ -32,7 +32,7 @@ class Decoding:
 class Completion:
     """A sampled answer; ``ids`` are its tokens, with the stop token if one was sampled.
 
-    ``logprobs`` are nats under the full temperature-scaled distribution (greedy: temperature 1), before top-p.
+    ``logprobs`` are nats at the sampling temperature (at 1 if greedy), under the full distribution before top-p.
     """
 
     ids: tuple[int, ...]
@@ -50,7 +50,8 @@ class AnswerScore(NamedTuple):
 def draw(logits: Tensor, seeds: Tensor, index: Tensor, decoding: Decoding) -> tuple[list[int], list[float]]:
     """Sample one token per row from logits [B, V]; return tokens and their log-probs in nats.
 
-    ``seeds`` [B] and ``index`` [B], the number of the draw within its seed, fix the random number of each row.
+    The random number of a row depends on its seed in ``seeds`` [B] and on ``index`` [B] only. ``index`` numbers the
+    draws that use the same seed.
     """
     wide = logits.double()  # so that rounding rarely changes the token drawn
     if decoding.temperature not in (0, 1):
@@ -70,7 +71,10 @@ def draw(logits: Tensor, seeds: Tensor, index: Tensor, decoding: Decoding) -> tu
 
 
 def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """Zero all but the smallest set of tokens whose probability reaches ``top_p`` (Holtzman 2020); return [B, V]."""
+    """Return probabilities [B, V] with all tokens set to 0 except the most likely ones, the nucleus (Holtzman 2020).
+
+    The nucleus is the smallest set of tokens whose probabilities add up to at least ``top_p``.
+    """
     if top_p >= 1:
         return probabilities
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)  # [B, V], most likely first

@@ -63,8 +63,9 @@ class _Row:
 class Episode:
     """A batch of rows with one live KV cache, which compresses prompt and sampled tokens as they enter.
 
-    Once half of the rows in the cache are finished, they leave it, so that it is copied once and later steps are
-    cheaper. Other rows can join, even in the middle of a turn. With ``recorded=False`` no rollouts are kept.
+    Once half of the rows in the cache are finished, all finished rows are removed together: the cache is copied only
+    once for them, and later steps are cheaper. Other rows can join, even in the middle of a turn. With
+    ``recorded=False`` no rollouts are kept.
     """
 
     def __init__(
@@ -130,9 +131,9 @@ class Episode:
     ) -> list[Completion | None]:
         """Sample one completion for every row; ``limits`` has the token limit of each row (0: skip the row).
 
-        A turn ends at a stop token, at its limit, or when ``ends_turn`` returns True. A row for which ``on_turn_end``
-        returns False must not continue later; without that callback every row may. ``should_pause`` is called after
-        every step. When it returns True, this call ends: unfinished turns get None for a completion, and the next call
+        A turn ends at a stop token, at its limit, or when ``ends_turn`` returns True. ``on_turn_end`` returns whether
+        its row may have another turn later; without this callback every row may. ``should_pause`` is called after
+        every step. When it returns True, this call ends: the result is None for unfinished turns, and the next call
         continues them.
         """
         caps = [decoding.max_new_tokens] * self.rows if limits is None else list(limits)
@@ -189,7 +190,7 @@ class Episode:
     def _feeding(self) -> Iterator[None]:
         """Mark the cache as in use inside the context; raise RunError if an earlier use failed halfway.
 
-        Some layers would then hold tokens that others do not.
+        After such a failure some layers may hold tokens that others do not.
         """
         if not self._is_whole:
             raise RunError("an earlier call failed and may have left the cache half fed; open the rows again")
@@ -206,8 +207,8 @@ class Episode:
     ) -> None:
         """Run a turn (sample an answer) in every row with a limit above 0, and feed its tokens to the cache one by one.
 
-        A row gets at most ``limits`` tokens. ``next_tokens`` chooses each token from the logits; ``finish_turn`` is
-        called after every token of a row and returns whether its turn is over.
+        ``limits`` has the token limit of each row. ``next_tokens`` chooses each token from the logits. ``finish_turn``
+        is called after every token of a row and returns whether the row's turn is over.
         """
         running = [limit > 0 for limit in limits]
         if self._runner is not None:
@@ -242,7 +243,7 @@ class Episode:
                     return
 
     def _begin_turns(self, numbers: Set[int]) -> None:
-        """Begin a turn (an answer) of these rows: feed the tokens before it that are not in the cache yet."""
+        """Begin a turn (an answer) of the rows ``numbers``, by feeding their tokens that are not in the cache yet."""
         if not numbers:
             return
         beginning = [n in numbers for n in range(self.rows)]
@@ -254,7 +255,7 @@ class Episode:
                 self._turns[n] = ([], [])
 
     def join(self, other: Episode) -> None:
-        """Append the rows of an episode of the same model and policy, which must not be used afterwards.
+        """Append the rows of ``other``, an episode of the same model and policy; do not use ``other`` afterwards.
 
         Every row samples and records the same as it would alone.
         """
@@ -279,9 +280,9 @@ class Episode:
         self._queued += other._queued
 
     def _drop_finished(self, *, at_once: bool = False) -> None:
-        """Remove finished rows from the cache if they are half of its rows or more; never remove all rows.
+        """Remove finished rows from the cache if they are at least half of its rows, but never all rows.
 
-        With ``at_once`` they are removed however few they are.
+        With ``at_once`` even a single finished row is removed.
         """
         stay = [index for index, n in enumerate(self._cached) if n not in self._finished]
         if not 0 < len(stay) <= (len(self._cached) - 1 if at_once else len(self._cached) // 2):
@@ -304,9 +305,10 @@ class Episode:
                     self._pending[n] = []
 
     def extend(self, chunks: Sequence[Sequence[int]], roles: Sequence[Sequence[str]] | None = None) -> None:
-        """Append input tokens and their roles to each row (() for none); they are fed when the row continues.
+        """Append input tokens and their roles to each row; they are fed when the row continues.
 
-        Several calls have the same effect as one call with the tokens joined.
+        ``chunks`` has () for a row that gets none. Several calls have the same effect as one call with the tokens
+        joined.
         """
         assert len(chunks) == self.rows
         assert not any(chunks[n] for n in self._finished), "a finished row takes no input"
@@ -339,7 +341,7 @@ class Episode:
         self._logits = torch.where(changed, logits, self._logits)
 
     def _keep_rollouts(self, leaving: Sequence[int]) -> None:
-        """Store the rollouts of rows that leave the cache; without recording, free their tokens."""
+        """Store the rollouts of rows that leave the cache; if none are recorded, free the rows' tokens instead."""
         if self._recorded:
             self._rollouts_kept |= self._rollouts(leaving)
             return
@@ -417,9 +419,10 @@ class Episode:
     def _prefill(
         self, rows: Sequence[Sequence[int]], roles: Sequence[Sequence[str]] | None, shared: SharedPrefill | None = None
     ) -> Tensor:
-        """Feed whole token lists chunk by chunk; return logits [B, V] after each row's last token.
+        """Feed the token lists ``rows`` chunk by chunk; return the logits [B, V] after each row's last token.
 
-        ``shared`` may supply the first chunk, which is equal under several policies while their caches are empty.
+        ``shared`` lets several policies compute the first chunk only once: their caches are still empty, so its keys,
+        values and logits are the same under each of them.
         """
         lengths = torch.tensor([len(r) for r in rows])  # [b] tokens
         ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
@@ -456,10 +459,10 @@ class Episode:
     def _forward(
         self, ids: Tensor, positions: Tensor, through: KVHandler | None = None, *, columns: Tensor | None
     ) -> Tensor:
-        """Run the model on tokens that were announced to the cache by ``begin``; return logits [B, n, V].
+        """Run the model on the tokens ``ids`` [B, T] and return logits [B, n, V] at the n ``columns`` of each row.
 
-        The logits are those at the n ``columns`` of each row (None: the last column). ``through`` takes the place of
-        the cache as ``kv``, for a shared prefill that records what it computes for several policies.
+        ``columns`` None means the last column. The cache's ``begin`` must have been called for the same positions.
+        Attention goes through ``through`` instead of the cache if it is given, as in a prefill that policies share.
         """
         device, kv = self._model.device, self._cache if through is None else through
         output = self._model.model(

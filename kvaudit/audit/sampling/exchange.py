@@ -64,7 +64,8 @@ class Exchange:
     def to_messages(self, text: str, finish_reason: str = "stop", thought: str | None = None) -> tuple[Message, ...]:
         """Return an answer as messages: its thought, if there is one, and then the rest.
 
-        ``thought`` is the thought if the server sent it in a field of its own; otherwise it is looked for in ``text``.
+        ``thought`` is given if the server sent it in a field of its own; otherwise it is looked for in ``text``.
+        ``finish_reason`` is "length" if the answer was cut off.
         """
         messages: tuple[Message, ...] = (Message(Role.ASSISTANT, text),)
         if thought is not None:

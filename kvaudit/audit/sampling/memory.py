@@ -49,7 +49,7 @@ def _groups() -> list[Path]:
 
 
 def _free_in_group(group: Path) -> float:
-    """Return the bytes that a control group may still allocate, infinity without a limit."""
+    """Return the bytes that a control group may still allocate; infinity if it has no limit."""
     for limit_file, usage_file in _LIMITS.items():
         if (limit := _limit(group, limit_file)) is not None:
             stat = _read_table(group / "memory.stat")

@@ -139,7 +139,10 @@ def to_path(name_or_path: str) -> Path:
 
 
 def locate(name_or_path: str, *, weights: bool = True) -> Path:
-    """Return the folder of a model, downloading a hub id into the hub's cache; raise DataError if there is none."""
+    """Return the folder of a model, downloading a hub id into the hub's cache; raise DataError if there is none.
+
+    Weights are not downloaded if ``weights`` is False.
+    """
     if name_or_path == EMBEDDED:
         return Path(__file__).parent.parent / "training" / EMBEDDED
     path = to_path(name_or_path)
@@ -162,9 +165,9 @@ def locate(name_or_path: str, *, weights: bool = True) -> Path:
 def verify_folder(folder: Path) -> None:
     """Compare a checkpoint's files with its manifest; raise DataError for a missing or changed file.
 
-    ``manifest.json`` maps file names to sha256; ``provenance.json`` of a kvaudit checkpoint holds the same map
-    under "files". Without either, as in any Hugging Face folder, the config and the weights must exist. An
-    adapter's folder needs neither.
+    ``manifest.json`` maps file names to sha256; ``provenance.json`` of a kvaudit checkpoint has such a map under
+    "files". If a folder has neither file, as most on Hugging Face, nothing is compared. Unless the folder holds an
+    adapter, its config and its weights must exist in any case.
     """
     if not (folder / ADAPTER_CONFIG).is_file():
         if not (folder / "config.json").is_file():
@@ -268,7 +271,10 @@ def _load_folder(folder: Path, dtype: DtypeName, kind: Any = AutoModelForCausalL
 
 
 def _load_gguf(path: Path, dtype: DtypeName) -> tuple[Any, Any]:
-    """Dequantise a GGUF file into a plain model, since the model that transformers loads cannot be trained or saved."""
+    """Return the model and the tokenizer in a GGUF file.
+
+    The weights are dequantised into a plain model, since the one that transformers loads cannot be trained or saved.
+    """
     tokenizer = _gguf_tokenizer(path)
     torch_dtype = torch.float32 if dtype == "auto" else _dtype(dtype)
     loaded, info = AutoModelForCausalLM.from_pretrained(

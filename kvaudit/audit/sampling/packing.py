@@ -1,9 +1,9 @@
 """Faster decoding on a CPU: large weights are stored a second time, in oneDNN's packed layout.
 
-Decoding multiplies a few rows with all weights, so memory speed limits it. With packed weights eight rows take two
-thirds of the time, with AVX-512 two fifths (docs/results/bench.md). Packed weights must not change, so a model that
-learns is never packed. Sums run in another order, so log-probs differ in their last bits, as they do between
-processors.
+Decoding multiplies a few rows with all weights, so memory speed limits it. With packed weights, decoding eight rows
+takes two thirds of the time, and two fifths on a processor with AVX-512 (docs/results/bench.md). Packed weights must
+not change, so a model that learns is never packed. The packed product adds up in another order, so log-probs differ in
+their last bits, as they do between processors.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def is_packable_dtype(dtype: torch.dtype) -> bool:
 
 
 def _instruction_set() -> str:
-    """Return the instruction set that torch uses here, such as AVX512 (also with AMX)."""
+    """Return the instruction set that torch uses on this processor, such as "AVX512" (even if it has AMX too)."""
     return torch.backends.cpu.get_cpu_capability()
 
 
@@ -100,7 +100,7 @@ class _Packed(nn.Linear):
         self._blocks = torch.ops.mkldnn._reorder_linear_weight(stored.weight.detach())
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return products [..., N] of rows [..., K]."""
+        """Return the layer's output [..., N] for the rows ``hidden`` [..., K]."""
         has_few_rows = hidden.numel() < self._fewest * hidden.shape[-1]
         if has_few_rows or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return linear(hidden, self.weight, self.bias)

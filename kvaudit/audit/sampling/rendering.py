@@ -126,7 +126,7 @@ renderer = Renderer()
 
 
 def end_at_exit() -> None:
-    """End the subprocess as this process exits; a second Ctrl-C has nothing left to stop and prints nothing."""
+    """End the subprocess when this process exits; if Ctrl-C is pressed meanwhile, it prints no traceback."""
     with suppress(KeyboardInterrupt):
         renderer.end()
 
@@ -147,7 +147,7 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _send_and_read(process: subprocess.Popen[bytes], request: Mapping[str, Any]) -> bytes:
-    """Send a request and return the answer's line; empty or incomplete if the process ended."""
+    """Send a request and return the answer's line; if the process ended, the line is empty or incomplete."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -167,7 +167,7 @@ def _send(out: IO[bytes], message: Mapping[str, Any]) -> None:
 
 
 def _serve() -> None:
-    """Answer requests from standard input until it is closed, in the subprocess."""
+    """Answer requests from standard input until it is closed; this function runs in the subprocess."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     _limit_memory()

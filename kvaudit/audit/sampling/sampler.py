@@ -95,7 +95,10 @@ class MixedEpisode:
         on_turn_end: OnTurnEnd | None = None,
         should_pause: ShouldPause | None = None,
     ) -> list[Completion | None]:
-        """Decode as ``Episode.decode`` does; with ``should_pause``, all policies advance by one token in turn."""
+        """Decode as ``Episode.decode`` does.
+
+        ``should_pause`` is called whenever the rows of all policies have one more token, so that no policy runs ahead.
+        """
         caps = [decoding.max_new_tokens] * self.rows if limits is None else list(limits)
         completions: list[Completion | None] = [None] * self.rows
         pause = None if should_pause is None else lambda: True  # after every step, so that no episode runs ahead
@@ -168,7 +171,7 @@ class ContinuousBatch:
         self._episode = open_episode(range(min(capacity, prompts)))
 
     def __iter__(self) -> Iterator[AnyEpisode]:
-        """Yield the batch, to be decoded, again and again until every row has finished; prompts enter in between."""
+        """Yield the batch repeatedly, for the caller to decode, until all rows have finished; new prompts join it."""
         while self._waiting or self._episode.open_rows:
             if self._has_room():
                 count = min(self._room, len(self._waiting))

@@ -42,8 +42,7 @@ _READ += ["*.model", "*.jinja", "additional_chat_templates/*.jinja", INDEX]
 def weight_files(folder: Path) -> list[Path]:
     """Return the weight files that transformers loads from a folder, sorted by name; other files are left out.
 
-    Raises DataError if the folder has no weights, or holds a file because of which transformers would load other
-    weights.
+    Raises DataError if the folder has no weights, or if another file in it would make transformers load other weights.
     """
     for pattern, reason in _ELSEWHERE.items():
         for path in plain_files(folder, pattern):
@@ -130,7 +129,7 @@ def headers(files: Iterable[Path]) -> Iterator[TensorHeader]:
 
 
 def check_sizes(folder: Path, tensors: list[TensorHeader]) -> None:
-    """Raise DataError if a config asks for more layers than there are tensors, or for a size above any tensor's.
+    """Raise DataError if a config asks for more layers than there are tensors, or for a size that no tensor reaches.
 
     This catches only sizes that would fill the memory; other mistakes show up later as missing or mismatched
     tensors.
@@ -149,10 +148,11 @@ def check_sizes(folder: Path, tensors: list[TensorHeader]) -> None:
 
 
 def check_complete(name: str, model: Any, info: Mapping[str, Any], tensors: Iterable[TensorHeader] = ()) -> None:
-    """Raise DataError if tensors are missing, have another shape, or were left out although they change the model.
+    """Raise DataError if a loaded model lacks tensors, or if tensors that it needs were not loaded from its files.
 
-    ``info`` is transformers' loading report, which leaves out tied weights and buffers that may be missing; ``tensors``
-    are the headers of the weights. Whole modules that the model lacks, such as a vision tower, are noted.
+    This includes tensors of another shape than the config's. ``info`` is transformers' loading report; it does not
+    count tied weights and other tensors that may be missing. ``tensors`` are the headers of all tensors in the files.
+    If the model lacks a whole module of the files, such as a vision tower, only a note is printed.
     """
     if missing := sorted(info["missing_keys"]):
         raise DataError(f"model {name!r}: its weights lack {missing[0]}{_more(missing)}; copy the checkpoint again")
@@ -171,9 +171,11 @@ def check_complete(name: str, model: Any, info: Mapping[str, Any], tensors: Iter
 
 
 def _check_left_out(name: str, model: Any, keys: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise DataError for tensors without which the modules that a model has compute something else; note the others.
+    """Raise DataError if tensors that were not loaded, ``keys``, belong to a module that the model has.
 
-    Checkpoints of a base model name their tensors without the prefix of a model with a head, or the reverse.
+    Without them this module would compute something else. A note names the modules that the model lacks. ``shapes`` are
+    the tensors' shapes by name. Names are compared with and without the prefix that a model with a head puts before
+    them. Tensors that the model computes itself, such as masks, are ignored.
     """
     prefix = f"{model.base_model_prefix}."
     modules, buffers = dict(model.named_modules()), {buffer for buffer, _ in model.named_buffers()}
@@ -198,7 +200,10 @@ def _check_left_out(name: str, model: Any, keys: Iterable[str], shapes: Mapping[
 
 
 def _changes(key: str, modules: Mapping[str, Any]) -> bool:
-    """Return whether a tensor that was left out belongs to a module that a model has, or into one of its layers."""
+    """Return whether a tensor that was not loaded belongs to a module or a layer that the model has.
+
+    ``key`` is the tensor's name. Such a tensor would change what the model computes.
+    """
     parts = key.split(".")[:-1]
     owner = _longest_module(parts, modules)
     if not owner:
@@ -208,13 +213,16 @@ def _changes(key: str, modules: Mapping[str, Any]) -> bool:
 
 
 def _longest_module(parts: list[str], modules: Mapping[str, Any]) -> list[str]:
-    """Return the parts of the longest name, from the beginning, that is the name of a module; [] if none is."""
+    """Return the longest beginning of ``parts``, a name split at its dots, that is the name of a module; else []."""
     lengths = range(len(parts), 0, -1)
     return next((parts[:length] for length in lengths if ".".join(parts[:length]) in modules), [])
 
 
 def _absent_module(key: str, modules: Mapping[str, Any]) -> str:
-    """Return the name of the outermost module of a tensor that a model lacks; the tensor's own if it is in none."""
+    """Return the name of the outermost module around tensor ``key`` that the model lacks.
+
+    If the model has all modules around the tensor, return the name of the tensor.
+    """
     parts = key.split(".")
     return ".".join(parts[: len(_longest_module(parts[:-1], modules)) + 1])
 
@@ -289,7 +297,7 @@ class _Cursor:
         self.skip(self.number("<Q"))
 
     def text(self) -> str:
-        """Read the next text; an invalid character becomes one that no name has."""
+        """Read the next text; bytes that are not UTF-8 become U+FFFD, which no tensor's name has."""
         start = self.skip(length := self.number("<Q"))
         return self._data[start : start + length].decode(errors="replace")
 
@@ -310,10 +318,10 @@ class _Cursor:
 def check_gguf(path: Path) -> list[str]:
     """Return the names of a GGUF file's tensors.
 
-    Raises DataError if its header does not fit the file, before a library trusts its counts.
+    Raises DataError if the header does not fit the file. Call it before a library that would trust the header's counts.
 
-    The layout: magic, version, number of tensors, number of key-value pairs; the pairs; name, shape, type and
-    offset of each tensor (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+    The header consists of magic, version, number of tensors and number of key-value pairs; then the pairs; then name,
+    shape, type and offset of each tensor (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -349,9 +357,10 @@ def _walk_header(cursor: _Cursor, magic: bytes) -> list[str]:
 
 
 def check_gguf_biases(name: str, tensors: Iterable[str], model: Any) -> None:
-    """Raise DataError if a GGUF file has more biases than the model that transformers made of it, which drops them.
+    """Raise DataError if a GGUF file has more biases than the model that transformers loaded from it.
 
-    ``tensors`` are the names in the file. Biases of experts are left out, since a model holds several as one.
+    transformers drops biases that its model has no place for. ``tensors`` are the names in the file. Biases of experts
+    are not counted, since the model joins those of several experts into one tensor.
     """
     stored = [tensor for tensor in tensors if _BIAS.search(tensor)]
     loaded = sum(key.endswith(".bias") for key in model.state_dict())

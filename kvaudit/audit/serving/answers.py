@@ -48,7 +48,7 @@ class AnswerReader:
         self._names = frozenset(functions_of(tools))
 
     def read(self, choice: Choice) -> Choice:
-        """Return an answer with its tool calls taken out of its text; unchanged if no call can be read."""
+        """Return an answer with its tool calls moved from the text to ``calls``; unchanged if no call can be read."""
         thought, body = split_answer(choice.text, opens_thought=self._opens_thought)
         reading = self._read_calls(body)
         lead = body[: len(body) - len(body.lstrip())] if reading.words else ""
@@ -72,9 +72,9 @@ class AnswerReader:
         )
 
     def _read_calls(self, text: str) -> Reading:
-        """Return the calls in an answer and the text beside them.
+        """Return the calls in an answer, and the rest of its text.
 
-        A call in another syntax than the model's own counts only if its tool was offered.
+        Calls in another syntax than the model's own count only if all tools that they name were offered.
         """
         text = text[:LONGEST_ANSWER]
         reading = None if self._form is None else self._form.read(text, self._tools)
@@ -85,10 +85,10 @@ class AnswerReader:
 
 
 class GrowingAnswer:
-    """An answer that is being sampled: finds how much of its beginning cannot be part of a tool call.
+    """An answer that is being sampled; it finds how much of the text can be sent before a possible tool call.
 
-    ``openings`` are the texts that may begin a call, None if any text may; ``names`` are the names of the tools.
-    ``opens_thought``: the prompt has already opened the thought (reasoning) before the answer.
+    ``openings`` are the texts that may begin a call; None means that any text may. ``names`` are the names of the
+    tools. ``opens_thought``: the prompt has already opened the thought (reasoning) before the answer.
     """
 
     def __init__(self, openings: Sequence[str] | None, names: frozenset[str], *, opens_thought: bool) -> None:
@@ -103,7 +103,7 @@ class GrowingAnswer:
         return text[: self._first_call_start(text)].rstrip()
 
     def _first_call_start(self, text: str) -> int:
-        """Return the first offset in the text at which a call may begin; its length if there is none."""
+        """Return the first offset at which a call may begin; the length of the text if none can begin in it."""
         thought, body = split_answer(text, opens_thought=self._opens_thought)
         if not body:
             return len(text)
@@ -158,7 +158,8 @@ def split_answer(text: str, *, opens_thought: bool) -> tuple[str, str]:
 def _find_opening(text: str, start: int, openings: Sequence[str]) -> int:
     """Return where the first of the ``openings`` (texts that begin a call) begins in ``text`` from ``start`` on.
 
-    An opening may be cut off by the end of the text. Returns the length of the text if there is none.
+    An opening of which the text holds only the first characters, at its very end, counts too. Returns the length of the
+    text if there is no opening.
     """
     earliest = len(text)
     for opening in openings:

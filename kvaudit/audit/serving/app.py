@@ -49,7 +49,7 @@ def application(engine: SamplingEngine, *, key: str | None = None, log: Log = la
 
 
 class _Service:
-    """The handlers of the server's routes; all responses are JSON, errors included."""
+    """The handlers of the server's routes; all responses are JSON, errors included, except streams of answers."""
 
     def __init__(self, engine: SamplingEngine, key: str | None, log: Log) -> None:
         self._engine, self._key, self._log = engine, key, log
@@ -126,7 +126,7 @@ class _Service:
         return _EventStream(_events(request, texts, finished, prompt_tokens, answers.reader), end)
 
     def _unauthorized(self, request: Request) -> Response | None:
-        """Return a 401 for a request without the key, None for one with it; keys are compared in constant time."""
+        """Return a 401 response if a request lacks the key, else None; keys are compared in constant time."""
         if self._key is None:
             return None
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
@@ -183,7 +183,7 @@ async def _wait_for(answers: PendingAnswers, request: Request) -> list[Choice]:
 
 
 async def _body(request: Request) -> Any:
-    """Return the JSON of a request; raise _TooLarge, or AuditError for invalid JSON."""
+    """Return the JSON of a request; raise _TooLarge if it is too large, and AuditError if it is not valid JSON."""
     raw = bytearray()
     async for chunk in request.stream():
         raw += chunk
@@ -196,7 +196,7 @@ async def _body(request: Request) -> Any:
 
 
 async def _read(choices: list[Choice], reader: AnswerReader | None) -> list[Choice]:
-    """Return the answers of a request with the tool calls in them parsed by ``reader``; unchanged without a reader."""
+    """Return answers with the tool calls in them parsed by ``reader``; if it is None, they are unchanged."""
     if reader is None:
         return choices
     # in a thread, because some tokenizers read calls in another process

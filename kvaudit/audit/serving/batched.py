@@ -1,7 +1,7 @@
 """A model whose waiting requests share a batch: requests that arrive during a batch make up the next one.
 
-Unlike ``SamplingEngine`` it answers whole batches, by kvaudit's own cache or by a serving engine. Answers by its own
-cache come with measurements of the cache.
+A request cannot join a running batch, as it can in ``SamplingEngine``. Batches are answered by kvaudit's own cache or
+by a serving engine; answers by kvaudit's cache come with measurements of it.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class ModelAndPolicy:
 
 
 class PendingAnswers(Future[list[Choice]]):
-    """The future answers to one request; ``reader`` finds the tool calls in them, None if the request has no tools."""
+    """The future answers to one request; ``reader`` finds the tool calls in them (None for a request without tools)."""
 
     reader: AnswerReader | None = None
     tool_form = ""  # in which the request offers its tools
@@ -97,7 +97,7 @@ class _Job:
         return len(self.prompt.ids) + self.limit
 
     def add(self, number: int, choice: Choice) -> None:
-        """Add a choice, and complete the request with its last one."""
+        """Add answer number ``number``; once all answers of the request are there, complete it."""
         self.choices[number] = choice
         if len(self.choices) == self.request.choices and not self.pending.done():
             self.pending.set_result([self.choices[n] for n in range(self.request.choices)])
@@ -240,7 +240,10 @@ class SamplingEngine:
                 jobs = [*jobs, *_start([self._waiting.popleft()])]
 
     def _can_join(self, batch: _Batch, joining: Sequence[_Job] = ()) -> bool:
-        """Return whether the request that has waited longest fits into the batch, with the ``joining`` requests."""
+        """Return whether the request that has waited longest can join the batch.
+
+        It must have the batch's settings, and fit into it together with the ``joining`` requests.
+        """
         self._receive(wait=False)
         while self._waiting and self._waiting[0].pending.cancelled():
             self._waiting.popleft()
@@ -258,7 +261,7 @@ def find_stop(text: str, stops: Sequence[str]) -> int | None:
 
 
 def _start(jobs: Sequence[_Job]) -> list[_Job]:
-    """Mark requests as running, so that they can no longer be cancelled; return those not cancelled before."""
+    """Mark requests as running, so that they can no longer be cancelled; leave out those that already were."""
     return [job for job in jobs if job.pending.set_running_or_notify_cancel()]
 
 

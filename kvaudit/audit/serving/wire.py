@@ -50,7 +50,7 @@ def read_parallel(body: Mapping[str, Any]) -> bool:
 
 
 def read_message_calls(row: Mapping[str, Any], role: Role, path: str) -> tuple[ToolCall, ...]:
-    """Return the tool calls of a message; raise SpecError, which names the message as ``path``, for invalid ones."""
+    """Return the tool calls of a message; raise SpecError for invalid calls (``path`` names the message in it)."""
     rows = row.get("tool_calls")
     if row.get("function_call"):
         raise SpecError(f"{path} has function_call, which this server does not support; send tool_calls")
@@ -295,7 +295,7 @@ def _call_row(call: ToolCall) -> dict[str, Any]:
 
 
 class ReplyBodies:
-    """The maker of the JSON bodies of the response to one request: a single object, or the chunks of a stream."""
+    """The object that makes the JSON bodies of the response to one request: a whole answer, or a stream's chunks."""
 
     def __init__(self, request: ChatRequest) -> None:
         self._request = request

@@ -1,7 +1,8 @@
 """The trainable model: a copy of all weights, or a LoRA adapter on frozen weights shared with the base model.
 
-Hu 2021 (2106.09685): W + alpha / rank B A, W frozen. All learners of a run share W with the base model, which therefore
-serves as the reference model (of the KL term) without a second copy.
+An adapter replaces a weight W by W + (alpha / rank) B A and trains only A and B; W is frozen (Hu 2021, 2106.09685). All
+learners of a run share W with the base model, which therefore serves as the reference model (of the KL term) without a
+second copy.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def trainable_copy(
 ) -> LoadedModel:
     """Return a trainable copy of ``start``; its initial weights depend on the seed only, not on the arm.
 
-    ``checkpointing`` turns on gradient checkpointing.
+    All weights are trained, or only a new adapter if ``adapter`` is given. ``checkpointing`` turns on gradient
+    checkpointing.
     """
     learner = _copy_for_training(start, adapter, seed)
     if checkpointing:
@@ -96,7 +98,7 @@ def _checkpointed_forward(forward: Callable[..., Any], *args: Any, **kwargs: Any
 def load_trained_adapter(base: LoadedModel, adapter: AdapterSpec, folder: Path) -> LoadedModel:
     """Return the base model with the adapter of the finished checkpoint ``folder``; it can be trained further.
 
-    Raises DataError if the adapter in the folder does not have the shape that ``adapter`` gives.
+    Raises DataError if its tensors do not have the names and shapes that the settings ``adapter`` lead to.
     """
     verify_folder(folder)
     start = trainable_copy(base, adapter, 0)
@@ -122,9 +124,9 @@ def without_adapter(start: LoadedModel) -> LoadedModel:
 
 
 def merged_weights(model: Any) -> dict[str, Tensor]:
-    """Return a model's weights by checkpoint name, each once, with any adapter merged in (Hu 2021, section 4.1).
+    """Return a model's weights, keyed by their names in a checkpoint; tied weights are listed once.
 
-    Merged weights are float32.
+    If the model has an adapter, it is merged into them (Hu 2021, section 4.1). Weights that it changes are float32.
     """
     layers, merged = _adapted_layers(model), dict[str, Tensor]()
     for name, tensor in model_weights(model).items():
@@ -181,16 +183,16 @@ def save_adapter(learner: AdaptedModel, folder: Path) -> None:
 
 
 def linear_layers(model: Any) -> list[str]:
-    """Return the last name parts of the decoder's linear layers, such as ``q_proj``, sorted, each once.
+    """Return the kinds of linear layers in the decoder, sorted: the last parts of their names, such as ``q_proj``.
 
-    The head is left out, since its weights may be tied to the embedding's.
+    The output head is left out, since its weights may be tied to the embedding's.
     """
     modules = find_decoder(model).named_modules()
     return sorted({name.rpartition(".")[2] for name, module in modules if isinstance(module, Linear)})
 
 
 def _share_weights(model: Any) -> Any:
-    """Return a copy of the model that shares its weights, which are frozen in it; adapter weights are copied."""
+    """Return a copy of the model that shares its weights but cannot train them; adapter weights are copied."""
     shared = {
         # deepcopy looks objects up by id and does not copy those it finds here
         id(weight): Parameter(weight.detach(), requires_grad=False)

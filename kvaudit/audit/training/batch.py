@@ -32,7 +32,8 @@ def suite_shares(config: AnyConfig) -> tuple[float, ...]:
 def deal_slots(shares: Sequence[float], count: int) -> list[tuple[int, int]]:
     """Deal ``count`` questions out to suites; return, in order, (index of the suite, number of the question within it).
 
-    After any number of questions each suite has its share of them, to within 1.
+    ``shares`` has each suite's share of the questions. Among the first n questions, for every n, the number from each
+    suite differs from its share of n by at most 1.
     """
     dealt = [0] * len(shares)  # questions per suite so far
     order = []
@@ -121,7 +122,7 @@ class Batch:
         return values.new_zeros(self.sampled.shape).index_put(index, values)
 
     def select_graded(self, values: Tensor) -> Tensor:
-        """Return the part of ``values`` [n], one per sampled token, that belongs to graded rollouts."""
+        """Return those of ``values`` [n], which has one value per sampled token, that belong to graded rollouts."""
         return values[upload(self.host_mask[self.host_sampled].nonzero()[:, 0], values.device)]
 
     @property
@@ -161,7 +162,8 @@ def collect(rollouts: Sequence[Rollout], scores: Sequence[float | None], group: 
 def batch_rewards(batch: Batch, values: Tensor | None, config: TrainConfig, limits: Tensor) -> BatchRewards:
     """Return the rewards from which advantages are computed, lowered by the penalty for long rollouts if configured.
 
-    ``values`` [B, R] are the critic's, None without one. ``limits`` [B] or [] is the token limit of each rollout.
+    ``values`` [B, R] are the critic's values, None without a critic. ``limits`` [B] or [] are the rollouts' token
+    limits.
     """
     rewards = batch.rewards
     if config.overlong:
@@ -227,9 +229,9 @@ def _deal_groups(groups: int, parts: int, seed: int) -> list[list[int]]:
 def microbatches(rollouts: Sequence[Rollout], group: int, limit: int, *, whole: bool = False) -> list[list[int]]:
     """Return the rows of each microbatch: whole groups of similar length, at most ``limit`` tokens with padding.
 
-    A group of more than ``limit`` tokens is split into parts, down to single rows, each with the prompt; with ``whole``
-    it becomes one microbatch instead. Groups that one pass cannot replay together (``_group_kinds``) never share a
-    microbatch.
+    A group of more than ``limit`` tokens is split into several microbatches, which read its prompt again; a single row
+    is never split. With ``whole`` the group becomes one microbatch instead. Groups that one pass cannot replay together
+    (``_group_kinds``) never share a microbatch.
     """
     sizes = [_group_size(rollouts[start : start + group]) for start in range(0, len(rollouts), group)]
     kinds = _group_kinds(rollouts, group)
@@ -250,7 +252,7 @@ def microbatches(rollouts: Sequence[Rollout], group: int, limit: int, *, whole: 
 def _group_kinds(rollouts: Sequence[Rollout], group: int) -> list[int]:
     """Return a number for each group; groups with equal numbers can share one pass of the learner.
 
-    Such groups agree in how keys and values are quantised, in how keys are selected, and in their number of turns.
+    These groups agree in how keys and values are quantised, in how keys are selected, and in their number of turns.
     """
     leaders = rollouts[::group]
     # each turn may become a row of a pass
@@ -267,9 +269,9 @@ def _group_kinds(rollouts: Sequence[Rollout], group: int) -> list[int]:
 
 
 def _split_group(rollouts: Sequence[Rollout], rows: list[int], group: int, limit: int) -> list[list[int]]:
-    """Split the rows of a group into parts of at most ``limit`` tokens each, but at least one row.
+    """Split the rows of a group into parts of at most ``limit`` tokens; a single row may exceed the limit.
 
-    If ``rows`` are several groups, they stay in one part.
+    If ``rows`` belong to several groups, they stay in one part.
     """
     if len(rows) > group:
         return [rows]
@@ -280,7 +282,10 @@ def _split_group(rollouts: Sequence[Rollout], rows: list[int], group: int, limit
 
 
 def _group_size(members: Sequence[Rollout]) -> tuple[int, int]:
-    """Return two token counts of a group: its shared prompt, and the most that one row needs besides the prompt."""
+    """Return two token counts of a group: the prompt that its rows share, and the most that a row adds to it.
+
+    If an engine prefilled a conversation again in every turn, the rows share no prompt in the replay (0).
+    """
     turns = max(len(rollout.engine_turns) for rollout in members)
     # an answer that an engine read in turns may be replayed in turns, each a row with everything before it
     prompt = 0 if turns > 1 else members[0].prompt_length

@@ -54,7 +54,7 @@ _STATE_KEYS = {"step", "updates", "telemetry_bytes", "ledgers", "config_hash", "
 def guarded(path: Path) -> Iterator[None]:
     """Turn OSErrors (a full, read-only or missing disk) in the context into a RunError that says how to continue.
 
-    ``path`` is the file or folder that is written, for the message.
+    ``path`` is the file or folder that is written; the message names it.
     """
     try:
         yield
@@ -109,14 +109,14 @@ class TelemetryLog:
 
     @property
     def count(self) -> int:
-        """The number of rows on disk, by counting line ends; 0 if the file cannot be read."""
+        """The number of rows on disk, which is that of line ends; 0 if the file cannot be read."""
         try:
             return self.path.read_bytes().count(b"\n")
         except OSError:
             return 0
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return every row so far; raises DataError for a damaged one."""
+        """Return every row so far; raise DataError if one is damaged."""
         return _read_rows(self.path) if self.size else []
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -188,9 +188,9 @@ class Position:
 class CheckpointFolder:
     """The folder of one training run.
 
-    The constructor reserves it for one configuration and base model, by a file that states both (the claim). ``more``
-    adds the sha256 of input files to the claim, because the configuration only names these files. Raises RunError if
-    the folder is another run's.
+    The constructor reserves it for one configuration and base model: it writes a file that states both (the claim).
+    ``more`` adds the sha256 of input files to the claim, because the configuration only names these files. Raises
+    RunError if the folder belongs to another run.
     """
 
     def __init__(self, path: Path, config: AnyConfig, base_sha256: str, more: Mapping[str, str] | None = None) -> None:
@@ -223,7 +223,10 @@ class CheckpointFolder:
         return True
 
     def resume(self, learner: Learner | Optimiser, step: int | None = None) -> Position:
-        """Load the state saved last, or that after ``step`` steps, and cut off later telemetry; return its position."""
+        """Load the last saved state, or the one after ``step`` steps, into ``learner``; return the state's position.
+
+        Telemetry of later steps is cut off. Raises DataError if the state, a ledger or the telemetry is damaged.
+        """
         # state names sort by step
         states = self._states() if step is None else [self.path / "state" / _state_name(step)]
         position = self._load(states[-1], learner) if states else Position()
@@ -267,7 +270,7 @@ class CheckpointFolder:
     def finish(self, learner: LoadedModel, position: Position) -> None:
         """Turn the folder into an ordinary checkpoint; provenance.json is written last and marks it complete.
 
-        Raises DataError if more than one process wrote telemetry.
+        Raises DataError unless telemetry has each step once and in order, as it has if one process alone wrote it.
         """
         self.telemetry.check_steps(position.step)
         # hashed in a staging folder, then moved: a kill in between leaves a state to resume and no provenance
@@ -332,7 +335,7 @@ class CheckpointFolder:
 
 
 def claim_difference(claim: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    """Return how two different claims differ: in these settings, in other entries, or in the base weights."""
+    """Return in words how two claims differ: the names of the settings or entries, or else "other base weights"."""
     for one, other in ((claim["config"], current["config"]), (claim, current)):
         if names := [key for key in {**one, **other} if key != "base_sha256" and one.get(key) != other.get(key)]:
             return f"with another {', '.join(sorted(names))}"
@@ -344,6 +347,7 @@ def write_provenance(
 ) -> None:
     """Write provenance.json, which marks a checkpoint complete.
 
+    ``claim`` is the content of training.json. ``recipe`` says how the checkpoint was trained, ``position`` how far.
     ``saved`` has ``sha256`` (of the weights), ``files`` (the sha256 of each file) and ``versions`` (of the software).
     """
     config, telemetry = claim["config"], {TELEMETRY: file_sha256(folder / TELEMETRY)}

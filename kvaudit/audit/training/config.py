@@ -1,4 +1,4 @@
-"""The configuration of a training run, apart from the base model: frozen, checked, hashed; and the table of arms."""
+"""The checked and hashed configuration of a training run, without the base model; and the table of arms."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def get_arm(name: str) -> Arm:
 
 
 class HashedConfig(ABC):
-    """A configuration with a hash, by which a checkpoint folder recognises the configuration that it belongs to."""
+    """A configuration with a hash, by which a checkpoint folder recognises its own configuration."""
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]:
@@ -121,8 +121,9 @@ class TrainConfig(HashedConfig, Training):
     def store(self) -> EngineStore | None:
         """The format in which ``rollout_engine`` stores keys and values, so that the learner can read equal ones.
 
-        None without an engine, and if the format is unknown. If kvaudit has to read the entries out of the engine's own
-        cache (``shown``), it is None too, except in arms whose learner reads the compressed cache.
+        None if kvaudit itself samples, or if the format is unknown. Of some engines kvaudit has to read the stored
+        entries out of the cache itself (``shown``); this is done only in arms whose learner reads the compressed cache,
+        and in all other arms the result is None.
         """
         condition = self.rollout_engine
         if condition is None:

@@ -40,7 +40,7 @@ CorrectionRule = Callable[["Tensor", "Tensor", "Tensor"], Correction]
 
 
 def token_ratios(learner: Tensor, sampler: Tensor, mask: Tensor) -> Tensor:
-    """Return rho = exp(clamp(learner - sampler, +-20)) [B, T], 1 outside the mask."""
+    """Return rho = exp(clamp(learner - sampler, +-20)) [B, T] from log-probs [B, T]; rho is 1 outside the mask."""
     # masked before exp, because values outside the mask may be anything
     return (learner - sampler).where(mask, 0.0).clamp(-LOG_CLAMP, LOG_CLAMP).exp()
 
@@ -86,9 +86,10 @@ def mis_sequence(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
 
 
 def sparse_rl(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
-    """Weight tokens by rho in [.5, 1.5], mask others and rollouts with any rho < 1e-4 (2601.10079, released config).
+    """Weight tokens by rho if it is in [.5, 1.5], else mask them (Sparse-RL, 2601.10079, released configuration).
 
-    Weights are scaled to mean 1 over the kept tokens, so the input must be the whole batch.
+    A rollout is masked whole if any of its tokens has rho < 1e-4. Weights are scaled to mean 1 over the tokens that are
+    kept, so the input must be the whole batch.
     """
     rho = token_ratios(learner, sampler, mask)
     vetoed = (mask & (rho < VETO_BELOW)).any(dim=1, keepdim=True)  # [B, 1]
@@ -99,9 +100,10 @@ def sparse_rl(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
 
 
 def sparse_rl_text(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
-    """Weight tokens by min(rho, 1.5); mask rollouts with any rho < 1e-4 (2601.10079, the paper's text).
+    """Weight tokens by min(rho, 1.5), as the text of Sparse-RL's paper says (2601.10079).
 
-    Unlike the released configuration (``sparse_rl``) it masks no single token and does not rescale weights.
+    A rollout is masked whole if any of its tokens has rho < 1e-4. Unlike the released configuration (``sparse_rl``),
+    this correction masks no single token and does not rescale weights.
     """
     rho = token_ratios(learner, sampler, mask)
     vetoed = (mask & (rho < VETO_BELOW)).any(dim=1, keepdim=True)  # [B, 1]
@@ -126,7 +128,7 @@ NEEDS_WHOLE_BATCH = frozenset({"sparse-rl"})
 
 
 def _sequence_ratios(learner: Tensor, sampler: Tensor, mask: Tensor) -> Tensor:
-    """Return exp(clamp(sum of learner - sampler over a rollout, +-20)) [B, 1]."""
+    """Return the product of rho over each rollout [B, 1]: exp(clamp(sum of learner - sampler, +-20))."""
     return (learner - sampler).where(mask, 0.0).sum(1, keepdim=True).clamp(-LOG_CLAMP, LOG_CLAMP).exp()
 
 

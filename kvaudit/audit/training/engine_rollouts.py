@@ -45,7 +45,7 @@ _KEPT = "saved work is kept: start the run again"
 
 
 class EngineUse(NamedTuple):
-    """How to run the sampling engine.
+    """How to run the sampling engine; ``spec`` is the engine's entry in the spec.
 
     ``on_start`` is called at every start of the engine with its condition (name and settings) and its description.
     """
@@ -80,7 +80,7 @@ class EngineRolloutSampler(RolloutSampler):
         self._stored_rollouts = 0  # rollouts whose keys and values the engine returns
 
     def sample(self, step: int) -> StepRollouts:
-        """Return a step's rollouts as kvaudit's own sampler does; raise RunError if they are of stale weights."""
+        """Return a step's rollouts as ``RolloutSampler`` does; raise RunError if the engine has stale weights."""
         config = self._config
         reads_store = config.design.learner == "shadow" or config.has_certificate(step + 1)
         if config.store is None:
@@ -99,10 +99,10 @@ class EngineRolloutSampler(RolloutSampler):
         self._drawer = None
 
     def _check_fresh(self, rollout: Rollout) -> None:
-        """Raise RunError if the engine's log-probs of a rollout differ from the learner's, as with stale weights.
+        """Raise RunError if the engine's log-probs of a rollout differ from the learner's by more than rounding.
 
-        Checked only if it is known how the engine stores keys and values: otherwise the allowed difference would have
-        to cover quantisation error too, and nothing would be found.
+        They do so if the engine's weights are stale. If it is unknown how the engine stores keys and values, nothing is
+        checked: the allowed difference would have to cover quantisation error too, and would hide stale weights.
         """
         if any(turn.stored is None or turn.written is None for turn in rollout.engine_turns):
             return
@@ -171,7 +171,7 @@ def _draw(requests: Sequence[GenerationRequest], keep: int, drawer: Drawer) -> l
 
 
 class _Turn(NamedTuple):
-    """The tokens ``start`` to ``end`` sampled in one request, with the keys and values of all tokens before ``end``."""
+    """The tokens from ``start`` to ``end``, sampled in one request; ``written`` are keys and values of all before."""
 
     start: int
     end: int
@@ -179,7 +179,7 @@ class _Turn(NamedTuple):
 
 
 class RolloutTokens:
-    """The tokens of a rollout that grows: given ones (prompt, tool replies) and those that an engine samples."""
+    """The tokens of a growing rollout: given tokens (prompt, tool replies) and tokens that an engine samples."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.ids, self._start = list(prompt), len(prompt)
@@ -203,9 +203,9 @@ class RolloutTokens:
     def rollout(self, config: Any, store: EngineStore | None = None) -> Rollout:
         """Return the tokens so far as a rollout; ``config`` is the model's configuration.
 
-        If the engine prefilled the conversation again for every answer, and returns keys and values, the rollout also
-        lists its turns: each answer with the keys and values of its own request. ``store`` is how the engine stores
-        keys and values, None if unknown.
+        A rollout of several answers has had a request for each of them, and the engine prefilled the whole conversation
+        for each. If it returned keys and values, the rollout also lists its turns: each answer with the keys and values
+        of its own request. ``store`` is how the engine stores keys and values, None if unknown.
         """
         if [turn.end for turn in self._turns] == [len(self.ids)]:
             return self._turn_rollout(config, store, self._turns[0])
@@ -223,9 +223,9 @@ class RolloutTokens:
         return replace(self._plain_rollout(config, turn.start, turn), stored=store, written=written)
 
     def _plain_rollout(self, config: Any, prompt_length: int, turn: _Turn) -> Rollout:
-        """Return all tokens up to the end of ``turn`` as a rollout in which only this turn's tokens count as sampled.
+        """Return all tokens up to the end of ``turn`` as a rollout; tokens sampled before the turn count as given.
 
-        ``config`` is the model's configuration.
+        ``config`` is the model's configuration, ``prompt_length`` the number of tokens that count as the prompt.
         """
         in_turn = torch.arange(turn.end) >= turn.start
         sampled = torch.tensor(self._sampled[: turn.end]) & in_turn
@@ -248,7 +248,7 @@ class _Row:
         )
 
     def take(self, answer: DrawnRollout) -> None:
-        """Add an answer to the conversation, cut at the suite's stop text if any, and the environment's reply."""
+        """Add an answer to the conversation, then the environment's reply; the answer is cut after a stop text."""
         until = len(self.conversation.cut(answer.ids))
         finish = answer.finish if until == len(answer.ids) else "stop"
         self.tokens.add_sampled(answer, until)
@@ -294,8 +294,9 @@ def engine_gap_numbers(
     """Return how far the engine's log-probs are from the learner's, as root mean squares in nats per token.
 
     ``sampler`` [B, R] are the engine's log-probs. The learner's are ``dense`` (uncompressed cache) and ``replayed``
-    (with the engine's stored keys and values; None if these are unknown). The keys are ``engine/dense_rms``,
-    ``engine/replay_rms``, and ``engine/explained``, the share of the squared dense gap that the replay removes.
+    (with the engine's stored keys and values; None if these are unknown). The numbers are ``engine/dense_rms`` and
+    ``engine/replay_rms``, the gaps to these two, and ``engine/explained``: the share by which the square of the replay
+    gap is smaller than that of the dense gap.
     """
 
     def rms(view: Tensor) -> float:

@@ -1,7 +1,7 @@
 """A lower bound of the memory that training needs, so that a run that cannot fit is refused before it starts.
 
-Counted: weights in training, a step's rollouts in a dense cache, and the activations of a learner's pass, at full
-length. Not counted: what libraries allocate themselves.
+It counts the weights with all that training them needs, a step's rollouts in a dense cache, and the activations of a
+learner's pass; conversations have their full length. It does not count what libraries allocate themselves.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def estimate_memory(section: TrainSpec, model: LoadedModel) -> tuple[MemoryUse, 
 
 
 def _learning_bytes(section: TrainSpec, model: LoadedModel) -> int:
-    """Return the bytes of the trained weights' copy, gradients, float32 masters and AdamW moments."""
+    """Return the bytes that the trained weights need: a copy, gradients, float32 master weights and AdamW moments."""
     if section.adapter is None:
         weights: int = sum(weight.numel() for weight in model.model.parameters())
         # a copy and its gradients, both moments in float32, and masters unless the copy is float32
@@ -108,9 +108,9 @@ def _cache_bytes(model: LoadedModel, row: int) -> int:
 def _activations(model: Any, tokens: int, pairs: int, *, checkpointing: bool) -> int:
     """Return how many numbers a pass over ``tokens`` tokens keeps for the backward pass.
 
-    That is twice the outputs of the linear layers (norms are ignored), plus attention weights in layers with full
-    attention, for ``pairs`` query-key pairs. With gradient checkpointing: the input of each layer, plus the other
-    activations of a single layer.
+    These are twice the outputs of the linear layers (norms are ignored) and, in layers with full attention, the
+    attention weights of ``pairs`` query-key pairs. Gradient checkpointing keeps only the input of each layer, and the
+    other activations of one layer at a time.
     """
     config, plans = model.config.get_text_config(decoder=True), layer_plans(model.config, Dense())
     outputs = sum(module.out_features for module in find_decoder(model).modules() if isinstance(module, Linear))

@@ -54,7 +54,7 @@ def train(
 ) -> Path:
     """Train one arm from ``model``, which is not changed, into the checkpoint folder ``out``; return ``out``.
 
-    Resumes from the last saved state, bit for bit on CPU; does nothing for a finished checkpoint. ``progress`` is
+    Resumes from the last saved state, bit for bit on CPU; does nothing if the checkpoint is finished. ``progress`` is
     called after each step with the numbers of finished and of all steps, and the telemetry row. ``run_folder``, by
     default ``out``, stores judge answers and engine logs. With ``early_stop``, a stopped arm stays unfinished until all
     arms of its seed have stopped. ``engine``: how to run an engine that samples. Raises RunError (folder of another
@@ -147,8 +147,8 @@ class TrainingRun:
     def _certificate(self, batch: Batch) -> tuple[Tensor | None, TelemetryRow]:
         """Replay a batch with the cache that the sampler had, to check the sampler's log-probs.
 
-        Returns the replayed log-probs [B, R], None if it is unknown how the engine stores keys and values; and for an
-        engine the numbers of ``engine_gap_numbers``, else {}.
+        Returns two things. The first are the replayed log-probs [B, R]; None if an engine sampled and it is unknown how
+        it stores keys and values. The second are the numbers of ``engine_gap_numbers``; {} if no engine sampled.
         """
         if self.config.rollout_engine is None:
             return self.learner.sampler_view(batch), {}
@@ -162,8 +162,8 @@ def learn(
 ) -> LearningResult:
     """Take every gradient step on one batch of rollouts; return the results of all steps together.
 
-    ``max_tokens`` is the most tokens that any rollout may have; ``limits`` are the limits of the single rollouts, by
-    default the same.
+    ``limits`` has the token limit of each rollout, by default ``max_tokens``, the most that any rollout of the run may
+    have.
     """
     config, loss = learner.config, LOSSES.get(learner.config.loss)()
     plan = gradient_steps(batch, config, step)
@@ -218,8 +218,9 @@ def _prepare_targets(
 ) -> _Targets:
     """Compute what a batch's losses need: advantages, pi_old and its correction, and log-probs of the reference model.
 
-    pi_old is taken from the gradient pass itself, detached. An extra pass without gradient computes it first if the
-    batch has several updates, a critic, or a correction that needs the whole batch while a pass sees only part of it.
+    Usually pi_old is not computed here: the gradient pass itself gives it, detached. An extra pass without gradient
+    computes it here if the batch has several updates, if there is a critic, or if the correction needs the whole batch
+    and the batch has several microbatches.
     """
     config, correction = learner.config, learner.config.design.correction
     is_split = len(plan[0].microbatches) > 1

@@ -1,7 +1,7 @@
 """The learner of an arm: the model in training, which reads rollouts with a full cache or with the sampler's.
 
-The first is called the dense view, the second the shadow view. With the model come an optional value head (critic) and
-the optimisers of both.
+With a full cache it has the dense view, with the sampler's cache the shadow view. The learner also holds an optional
+value head (critic), and the optimisers of model and value head.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ LOGITS_PER_PIECE = 1 << 26  # 256 MiB in float32, of which a backward pass needs
 class Distributions:
     """The predicted next-token distributions of n tokens, as logits [n, V] or as hidden states [n, D].
 
-    ``states`` are hidden states if there is a ``head`` (LM head); it is then applied to ``piece`` tokens at a time.
+    If there is a ``head`` (LM head), ``states`` are hidden states, and the head is applied to ``piece`` tokens at a
+    time. Otherwise ``states`` are logits.
     """
 
     states: Tensor
@@ -49,8 +50,8 @@ class Distributions:
     def map(self, function: Callable[..., tuple[Tensor, ...]], *more: Tensor) -> tuple[Tensor, ...]:
         """Apply ``function`` to the ``states`` of all tokens and to the tensors ``more``, and return its results.
 
-        Inputs and results have one row per token. If the states are hidden states, to which the LM head is still to be
-        applied, the function is called for ``piece`` tokens at a time, to bound memory, and the results are joined.
+        Inputs and results have one row per token. If the states are hidden states, logits may be too large to hold for
+        all tokens: the function is then called for ``piece`` tokens at a time, and the results are joined.
         """
         if self.head is None:
             return function(self.states, *more)
@@ -150,7 +151,10 @@ class Critic:
     def read(
         self, model: Any, part: Batch, run_pass: Callable[[], TokenPredictions]
     ) -> tuple[TokenPredictions, Tensor]:
-        """Call ``run_pass``; return its predictions, and the critic's values [b, R] of the same hidden states."""
+        """Call ``run_pass``, the policy's pass over ``part``; return its predictions and the critic's values [b, R].
+
+        The values are computed from the last hidden states of that pass.
+        """
         outputs: list[Tensor] = []
 
         def keep_states(_: Any, __: Any, keywords: dict[str, Any], output: Any) -> None:
@@ -197,8 +201,8 @@ class OldPolicy(NamedTuple):
 class Learner:
     """The model in training and its optimisers; it reads rollouts under its arm's view, dense or shadow.
 
-    Dense: with a full cache; shadow: with the cache that the sampler had. ``reference`` is the model for the KL term,
-    or None.
+    In the dense view it reads with a full cache, in the shadow view with the cache that the sampler had. ``reference``
+    is the reference model of the KL term, or None.
     """
 
     def __init__(self, model: Any, config: TrainConfig, reference: Any) -> None:
@@ -215,7 +219,7 @@ class Learner:
     def read(self, part: Batch) -> tuple[TokenPredictions, Tensor | None]:
         """Read a microbatch under the arm's view (full cache, or the sampler's).
 
-        Returns the predictions, and the critic's values [b, R] or None without a critic.
+        Returns the predictions, and the critic's values [b, R]; these are None if there is no critic.
         """
         # dense or shadow: the only place where arms differ in what they learn from
         view = self.config.design.learner
@@ -253,16 +257,19 @@ class Learner:
         return pass_logprobs(self._reference, batch, self.config.design.learner, self.config)
 
     def sampler_view(self, batch: Batch) -> Tensor:
-        """Return the model's log-probs [B, R] with the cache that the sampler had (the shadow pass if compressed)."""
+        """Return the model's log-probs [B, R] with the cache that the sampler had.
+
+        This is the shadow pass if the arm samples from a compressed cache, else the dense pass.
+        """
         view: LearnerPass = "shadow" if self.config.design.rollout == "compressed" else "dense"
         return pass_logprobs(self.model, batch, view, self.config)
 
     def distillation_kl(self, part: Batch, shadow: TokenPredictions) -> Tensor | None:
-        """Return KL(learner || teacher) per token [b, R] between the full cache (dense) and the sampler's (``shadow``).
+        """Return KL(learner || teacher) per token [b, R]; None in arms without distillation.
 
-        ``distill_towards`` in the configuration says which of the two is the teacher, which gets no gradient. The KL is
-        0 in groups without a positive reward, unless configured otherwise, because their shadow pass is a poor teacher.
-        None in arms without distillation.
+        One of the two is the pass with the full cache (dense), the other the pass with the sampler's (``shadow``). The
+        setting ``distill_towards`` names the teacher, which gets no gradient. Unless configured otherwise, the KL is 0
+        in groups without a positive reward, because their shadow pass is a poor teacher.
         """
         if not self.config.design.distill:
             return None

@@ -30,19 +30,21 @@ def mismatch_panel(sampler: Tensor, learner: Tensor, mask: Tensor, advantages: T
 class MismatchPanel:
     """The accumulator of mismatch numbers, batch by batch.
 
-    rho = learner / sampler per sampled token, log rho clamped to +-20 (max_abs_gap is not clamped). Expectations are
-    over the sampler's tokens.
+    rho is the learner's probability of a sampled token divided by the sampler's; log rho is clamped to +-20, but not in
+    max_abs_gap. Means are over sampled tokens, so they estimate expectations under the sampler.
 
     kl              mean of -log rho, estimates KL(sampler || learner) in nats
     k3_kl           mean of rho - log rho - 1, the same with less variance and at least 0; also for each third of a
                     rollout and each sign of the advantage
     chi2_token      mean of rho^2 - 1; chi2_seq the same with rho multiplied over each rollout
     ess             (sum rho)^2 / (n sum rho^2), in (0, 1]; ess_clamped with min(rho, 2)
-    overlap_mean    mean of min(1, rho), whose expectation is 1 - TV; overlap_p5 its 5th percentile over tokens (for
-                    more than a million tokens approximate, within 1e-6)
+    overlap_mean    mean of min(1, rho), whose expectation is 1 - total variation distance; overlap_p5 the 5th
+                    percentile of min(1, rho) over tokens (for more than a million tokens approximate, within 1e-6)
     max_abs_gap     the largest |log sampler - log learner|; max_abs_log_ratio the same after the clamp
     frac_ratio_*    share of tokens with rho below 1e-4, and above 2, where truncated importance sampling cuts
-    frac_sequences_vetoed   rollouts with a token below 1e-4, which Sparse-RL rejects (2601.10079, released config)
+    frac_sequences_vetoed   share of rollouts with a token whose rho is below 1e-4, which Sparse-RL rejects (2601.10079,
+                    released config)
+    frac_not_finite share of sampled tokens with a log-prob that is not finite; all other numbers leave these out
     """
 
     def __init__(self) -> None:
@@ -53,7 +55,7 @@ class MismatchPanel:
     def add(self, sampler: Tensor, learner: Tensor, mask: Tensor, advantages: Tensor) -> None:
         """Add a batch: log-probs in nats [B, T], mask bool [B, T] of sampled tokens, advantages [B, T] or [B, 1].
 
-        Unknown advantages are NaN.
+        Pass NaN for advantages that are unknown.
         """
         # on the host, because many numbers are read
         sampler, learner, mask, advantages = (values.cpu() for values in (sampler, learner, mask, advantages))
@@ -78,7 +80,7 @@ class MismatchPanel:
         self._add_largest("log_ratio", log_ratios)
 
     def numbers(self) -> dict[str, float | None]:
-        """Return all numbers; a number without any token to compute it from is None."""
+        """Return all numbers; a number is None if there is no token from which it could be computed."""
         tokens = self._sums.get("tokens", 0.0)
         return {
             **{name: self._mean(name, tokens) for name in ("kl", "k3_kl", "chi2_token")},
@@ -136,7 +138,7 @@ class MismatchPanel:
 class PercentileCounter:
     """A counter of values in [0, 1] that gives their percentiles.
 
-    These are exact up to a million values, beyond that from a histogram with bins of 1e-6.
+    The percentiles are exact up to a million values. For more values they come from a histogram with bins of 1e-6.
     """
 
     def __init__(self) -> None:
@@ -155,7 +157,10 @@ class PercentileCounter:
             self._values, self._count = [], 0
 
     def percentile(self, share: float) -> float | None:
-        """Return the quantile at ``share``, interpolated while values are exact; None without values."""
+        """Return the quantile at ``share``; None if no value was added.
+
+        It is interpolated between values, but not if it comes from the histogram.
+        """
         if self._bin_counts is not None:
             cumulative = self._bin_counts.cumsum(0)  # [_BINS]
             # the middle of the bin with that rank is off by 5e-7 at most

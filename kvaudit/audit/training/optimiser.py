@@ -27,11 +27,13 @@ def read_floats(values: Sequence[Tensor | float]) -> list[float]:
 
 
 class StepResult(NamedTuple):
-    """The result of a gradient step; ``norm`` is before clipping, None if it was not finite and the step was skipped.
+    """The result of a gradient step: the gradient's norm, and a comparison of the gradients of two half batches.
 
-    ``halves`` compares the gradients of the two halves of a batch: ``grad_variance`` is their squared distance, an
-    estimate of the gradient's own variance (``norm`` squared is its squared length), ``grad_half_cosine`` their cosine.
-    Both are None without two halves.
+    ``norm`` is taken before clipping. If it was not finite, it is None, and the step was skipped.
+
+    ``halves`` compares the gradients of the two halves of a batch. ``grad_variance`` is their squared distance; it
+    estimates the variance of the whole gradient and can be compared with ``norm`` squared. ``grad_half_cosine`` is
+    their cosine. Both are None if the batch had no second half.
     """
 
     norm: float | None
@@ -41,8 +43,8 @@ class StepResult(NamedTuple):
 class Optimiser:
     """AdamW (Loshchilov 2019, 1711.05101) without weight decay; linear warm-up, then a constant rate.
 
-    Weights below float32 get a float32 master copy: half an ulp of a bfloat16 weight of .02 is 6e-5, more than a usual
-    step.
+    Weights of less precision than float32 get a float32 master copy. Without it most steps would be lost in rounding:
+    half a unit in the last place of a bfloat16 weight of .02 is 6e-5, more than a usual step.
     """
 
     def __init__(self, model: Any, *, learning_rate: float, warmup_steps: int, max_grad_norm: float) -> None:

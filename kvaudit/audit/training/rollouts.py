@@ -94,9 +94,10 @@ class RolloutSampler:
     def _play(
         self, questions: Sequence[TrainingItem], policies: Sequence[Policy], seeds: Sequence[int]
     ) -> list[GradedRow]:
-        """Return the graded rollouts of every question, a group for each, under the question's own policy.
+        """Return the graded rollouts of every question: a group for each, sampled under the question's own policy.
 
-        ``seeds`` has one seed per rollout. ``rollout_rows`` of the configuration run at a time (0: all).
+        ``seeds`` has one seed per rollout. At most as many rollouts run at a time as the configuration's
+        ``rollout_rows`` (0: all).
         """
         config, size, by_question = self._config, self._config.group, dict[int, list[GradedRow]]()
         decoding, at_once = Decoding(self.max_tokens, temperature=config.temperature), config.rollout_rows
@@ -113,7 +114,7 @@ class RolloutSampler:
 def group_policies(config: TrainConfig, step: int) -> list[Policy]:
     """Return the policy of every group of a step; all arms that compress get the same ones.
 
-    A mixture of policies draws one for each group.
+    If the policy is a mixture, one of its policies is drawn for each group.
     """
     policy, groups = config.rollout_policy, range(config.prompts_per_step)
     return [policy.drawn(derive_seed("policy", config.seed, step, group)) for group in groups]
@@ -131,7 +132,7 @@ def rollouts_by_policy(
 
 
 def dense_rollout(config: Any, ids: Tensor, prompt_length: int, sampled: Tensor, logprobs: Tensor) -> Rollout:
-    """Return a rollout without evictions; its ledger (when each entry was evicted) is expanded and takes no memory.
+    """Return a rollout without evictions; its ledger is a single "never", expanded to all entries without a copy.
 
     ``config`` is the model's configuration. ``ids``, ``sampled`` (bool) and ``logprobs`` (nats) are [T].
     """
@@ -150,8 +151,8 @@ def dense_rollout(config: Any, ids: Tensor, prompt_length: int, sampled: Tensor,
 
 
 def ledger_stem(stem: str, policy: Policy, *, mixed: bool) -> str:
-    """Return the name, without ending, of the file for rollouts under ``policy`` with their ledgers (evictions).
+    """Return the name, without its ending, of the file for rollouts under ``policy`` and their ledgers (evictions).
 
-    That is ``stem``, or, if a mixture of policies was ``mixed``, ``stem`` with the policy's hash.
+    It is ``stem``. If the run samples under a mixture of policies (``mixed``), the policy's hash is added.
     """
     return f"{stem}--{policy.hash}" if mixed else stem

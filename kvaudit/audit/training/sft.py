@@ -125,7 +125,7 @@ def _gold_turns(model: LoadedModel, suite: Suite, item: Item) -> Iterator[tuple[
 
 
 def check_reward_on_gold(config: RewardConfig, questions: Sequence[tuple[Suite, Item]], model: LoadedModel) -> None:
-    """Score gold answers (the suites' ideal answers) before training, to notice at once a reward that always fails.
+    """Score gold answers (the suites' ideal answers) before training, to notice a reward that always fails.
 
     Raises SpecError if the reward is None for every gold answer, and any error of the reward. Skips suites without gold
     answers, and chat templates that open a thought, since gold answers have none.

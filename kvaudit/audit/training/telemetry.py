@@ -42,9 +42,9 @@ class Clock:
 
 
 def mean_metrics(metrics: Sequence[Mapping[str, Tensor | float]], tokens: int) -> dict[str, float | None]:
-    """Add up the metrics of microbatches (sums over tokens) and divide them by all ``tokens``; None without tokens.
+    """Return the means per token of the metrics of microbatches, which are sums over tokens.
 
-    The device is read once.
+    ``tokens`` is the number of tokens of all microbatches; if it is 0, every mean is None. The device is read once.
     """
     values, totals = iter(read_floats([value for sums in metrics for value in sums.values()])), dict[str, float]()
     for name in (name for sums in metrics for name in sums):
@@ -55,7 +55,7 @@ def mean_metrics(metrics: Sequence[Mapping[str, Tensor | float]], tokens: int) -
 class LearningResult(NamedTuple):
     """The results of the gradient steps on one batch.
 
-    ``metrics`` are means over tokens of graded rollouts (nats) and over all updates; None without tokens.
+    ``metrics`` are means (nats) over the tokens of graded rollouts and over all updates; None if no rollout is graded.
     """
 
     logprobs: Tensor  # [B, R], under the arm's view before the first update, 0 where nothing was sampled
@@ -91,7 +91,10 @@ def step_row(
 
 
 def reward_numbers(rows: Sequence[GradedRow], rewards: Sequence[float | None], config: TrainConfig) -> TelemetryRow:
-    """Return mean rewards, overall and by suite, the share of equal-reward groups, and that of unusable answers."""
+    """Return the mean rewards, overall and by suite, and two shares: groups with equal rewards and unusable answers.
+
+    The standard deviation of the rewards and the mean length of answers are added.
+    """
     graded = [reward for reward in rewards if reward is not None]
     groups = [rewards[start : start + config.group] for start in range(0, len(rewards), config.group)]
     outcomes = [row.grade.outcome for row in rows]
@@ -111,7 +114,10 @@ def reward_numbers(rows: Sequence[GradedRow], rewards: Sequence[float | None], c
 
 
 def learning_numbers(learned: LearningResult) -> TelemetryRow:
-    """Return the loss, its gradient's norm, KL terms, and how many tokens the clip and the correction took out."""
+    """Return the loss, its gradient's norm, KL terms, and the shares that the clip and the correction took out.
+
+    The shares are of tokens, and for a correction that rejects whole rollouts also of rollouts.
+    """
     metrics = learned.metrics
     return {
         "loss": learned.loss,
@@ -142,9 +148,10 @@ def memory_numbers(rows: Sequence[GradedRow], batch: Batch) -> TelemetryRow:
 
 
 def entries_seen(rollout: Rollout) -> tuple[float, float]:
-    """Return how many cache entries all decoding queries of a rollout read together, and how many if none were evicted.
+    """Return how many cache entries a rollout's decoding queries read, and how many they would read from a full cache.
 
-    The first number is a mean over layers and KV heads. A decoding query is the token before a sampled one.
+    A decoding query is that of a token after which a token was sampled. Both numbers are sums over these queries; the
+    first is a mean over layers and KV heads.
     """
     length = len(rollout.ids)
     queries = torch.zeros(length, dtype=torch.int64)

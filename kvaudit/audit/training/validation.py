@@ -149,7 +149,10 @@ class EarlyStop:
         return is_validated(self._spec, done, self._steps)
 
     def ends(self, done: int, rows: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether the arm stops after ``done`` steps, and mark it if so; ``rows`` is its telemetry so far."""
+        """Return whether the arm stops after ``done`` steps, and mark it if so; ``rows`` is its telemetry so far.
+
+        It stops at an alarm, at its last step, and as soon as it is as far as an arm that has stopped.
+        """
         if done == 0 or not self.is_due(done):
             return False
         alarm = next((name for name in self._spec.stop_on if self._is_raised(name, rows)), None)
@@ -168,7 +171,7 @@ class EarlyStop:
 
 
 def read_mark(folder: Path) -> Mark | None:
-    """Return the mark (step and alarm) of a stopped arm, None while the arm trains; raises DataError if damaged."""
+    """Return the mark (step and alarm) of a stopped arm, None while it trains; raise DataError for a damaged mark."""
     path = folder / MARK
     if not path.exists():
         return None

@@ -140,7 +140,7 @@ def _interleave(weight: Tensor, heads: int) -> Tensor:
 
 
 def _rope_factors(model: Any, family: _Family) -> Tensor | None:
-    """Return the factors [D / 2] by which the model's rotary frequencies are scaled down, None if they are unscaled."""
+    """Return the factors [D / 2] by which the model divides its rotary frequencies; None if all factors are 1."""
     rotary, size = model.get_decoder().rotary_emb, head_size(model.config)
     if rotary.attention_scaling != 1 or rotary.inv_freq.shape != (size // 2,):
         raise _unsupported(f"its {rotary.rope_type} positions rotate only a part of a head, or scale attention")
@@ -161,7 +161,11 @@ def _unsupported(reason: str) -> SpecError:
 
 
 class HeadLayout(NamedTuple):
-    """The layout of a head in the cache: size, rotary layout, and whether keys and values are Hadamard-rotated."""
+    """The layout of a head in the cache: its size, and how llama.cpp has permuted and rotated its channels.
+
+    If ``is_interleaved``, channels that rotate together are neighbours. ``keys_rotated`` and ``values_rotated`` say
+    whether llama.cpp multiplies keys or values by a Hadamard matrix.
+    """
 
     size: int
     is_interleaved: bool
@@ -175,9 +179,9 @@ def cache_layout(config: Any, *, keys_rotated: bool, values_rotated: bool) -> He
 
 
 def read_state(raw: Any, layout: HeadLayout) -> tuple[Tensor, Tensor]:
-    """Return the keys and values [tokens, L, H * D] float32 in a saved cache state, in transformers' channel order.
+    """Return the keys and values in a saved cache state, each [tokens, L, H * D], in transformers' channel order.
 
-    ``raw`` is a uint8 array. Raises RunError for a state of another form.
+    They are float32. ``raw`` is a uint8 array with the bytes of the state. Raises RunError for another form of state.
     """
     try:
         return _State(raw).read(layout)
@@ -245,10 +249,10 @@ class _State:
 
 
 def _undo_rotation(x: Tensor, part: int) -> Tensor:
-    """Return the rows [tokens, H * D] with the Hadamard rotation undone that was applied to every ``part`` channels."""
+    """Undo the Hadamard rotation of the rows ``x`` [tokens, H * D], of which each ``part`` channels were rotated."""
     return (x.reshape(len(x), -1, part) @ hadamard(part, x.dtype, x.device)).flatten(1)
 
 
 def _deinterleave(x: Tensor, size: int) -> Tensor:
-    """Return the rows [tokens, H * D] with the channels 0 1 2 3 ... of each head in the order 0 2 ... 1 3 ..."""
+    """Return the rows ``x`` [tokens, H * D] with each head's ``size`` channels in the order 0 2 4 ... 1 3 5 ..."""
     return x.reshape(len(x), -1, size // 2, 2).transpose(2, 3).flatten(1)

@@ -103,7 +103,10 @@ def _stock_model(model: Any) -> Any:
 
 
 def _make_stateful(traced: Any, heads: int, size: int, layers: int) -> None:
-    """Change the traced model in place: name its inputs and outputs, and make the cache a state, empty at first."""
+    """Change the traced model in place: name its inputs and outputs, and turn its cache into an internal state.
+
+    The state is empty at first. ``heads`` is the number of KV heads, ``size`` that of the channels of a head.
+    """
     import numpy as np
     import openvino as ov
     from openvino import opset13

@@ -106,7 +106,7 @@ class _LoadedEngine:
         self._load(setup["file"])
 
     def _load(self, path: str) -> None:
-        """Load a GGUF file in place of the current model and free the context; ``make_room`` makes a new one."""
+        """Load a GGUF file in place of the current model, and free the old context; ``make_room`` makes a new one."""
         if self._context is not None:
             lib.llama_free(self._context)
         if self._model is not None:
@@ -221,9 +221,10 @@ class _Row:
         self._sampler = _make_sampler(request) if request["temperature"] > 0 else None
 
     def take(self, context: Any, at: int, logits: Any) -> None:
-        """Sample the next token from ``logits`` and append it, with its log-prob at the temperature, before top_p.
+        """Sample the next token from ``logits``; append it and its log-prob, and set ``finish`` if it is the last.
 
-        ``at`` is the index of these logits in the context.
+        The log-prob is that at the request's temperature, before top_p. ``at`` is the index of these logits in the
+        context.
         """
         if not np.isfinite(logits).all():
             raise ValueError("its logits are not finite")

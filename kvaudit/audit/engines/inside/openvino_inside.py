@@ -18,7 +18,7 @@ _CRUSH, _SPARSE = "kvcrush_config", "sparse_attention_config"  # their settings 
 def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
     """Start the pipeline of a model folder; return its description and a function that answers requests (rows).
 
-    Raises ValueError that names a setting which the engine does not know.
+    Raises ValueError for a setting that the engine does not know; the message names it.
     """
     settings, device = dict(setup["settings"]), setup["device"]
     scheduler = genai.SchedulerConfig()
@@ -71,7 +71,10 @@ def _pop_fields(settings: dict[str, str], prefix: str) -> dict[str, str]:
 
 
 def _with_fields(config: Any, prefix: str, fields: dict[str, str]) -> Any:
-    """Return ``config`` with ``fields`` set; raise ValueError for an unknown field or value, named with ``prefix``."""
+    """Return ``config`` with ``fields`` set; raise ValueError for an unknown field or value.
+
+    The message names the field after ``prefix``, such as "kvcrush_config".
+    """
     names = _field_names(config)
     for name, text in fields.items():
         if name not in names:

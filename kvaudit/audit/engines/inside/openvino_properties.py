@@ -28,7 +28,8 @@ def check_properties(core: Any, device: str, settings: dict[str, str]) -> None:
 def _check_precisions(device: str, capabilities: list[str], settings: dict[str, str]) -> None:
     """Raise ValueError for a precision that the device does not support.
 
-    OpenVINO would silently compute in f32; a cache in bf16 fails at the first prompt with an internal error.
+    Without this check OpenVINO would silently compute in f32; with a cache in bf16 it would fail at the first prompt
+    with an internal error.
     """
     required = {name: value for name, value in settings.items() if value == "bf16"}
     if settings.get(_HINT) == "f16":

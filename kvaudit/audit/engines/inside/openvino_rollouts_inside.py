@@ -28,7 +28,7 @@ _GIB = 1 << 30
 def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
     """Compile the model of a folder; return its description and a function that answers requests (rows).
 
-    Raises the engine's own error for an unknown setting, which it names.
+    For an unknown setting it raises the engine's own error, which names the setting.
     """
     settings, device = dict(setup["settings"]), setup["device"]
     cache_gib = float(settings.pop("cache_size", 2))
@@ -156,7 +156,7 @@ class _PagedModel:
     def _share_prompt(self, row: _Row, leader: _Row) -> None:
         """Give a row the cached prompt of its leader, the first row with that prompt.
 
-        Full blocks are shared; the last one, which will grow, is copied.
+        Full blocks are shared. If the last block is not full, it will grow, so the row gets a copy of it.
         """
         if row is leader:
             return
@@ -216,8 +216,8 @@ class _PagedModel:
     def _push(self, path: str, *, known: bool) -> str:
         """Load the weights of a file into the model; return the sha256 of the weights that the model then holds.
 
-        ``known``: the model holds them already, so only the operator inputs that read each weight are looked up. The
-        hash is taken over the file's names in sorted order.
+        ``known``: the model holds these weights already, so nothing is replaced; the function only finds out which
+        operators of the model read each weight. The hash covers the names in sorted order, each with its numbers.
         """
         with np.load(path, allow_pickle=False) as file:
             weights = {name: file[name] for name in file.files}
@@ -237,7 +237,7 @@ class _PagedModel:
         return self._sha256
 
     def _output_keys_and_values(self) -> int:
-        """Make the keys and values of each attention layer outputs of the model; return the number of layers."""
+        """Add the keys and values of each attention layer to the model's outputs; return the number of layers."""
         nodes = [node for node in self._model.get_ordered_ops() if "PagedAttention" in node.get_type_name()]
         # the number in the name of a cache is that of the layer
         nodes.sort(key=lambda node: int(node.input_value(3).get_node().get_friendly_name().rpartition(".")[2]))
@@ -272,10 +272,10 @@ class _PagedModel:
 
 
 def _find_readers(model: Any, weights: dict[str, np.ndarray]) -> dict[str, list[tuple[Any, tuple[int, ...]]]]:
-    """Return, by weight name, the (operator input, shape) pairs that read this weight in the model.
+    """Return, by weight name, the (operator input, shape) pairs at which operators of the model read this weight.
 
-    The model must hold exactly these ``weights``: a constant is matched by its content, and if several weights have
-    equal content, by the path of the reading operator.
+    The model must hold exactly these ``weights``, since its constants are matched to weights by their content. If
+    several weights have equal content, the path of the operator decides.
     """
     by_content: dict[bytes, list[str]] = {}
     for name, array in weights.items():
@@ -327,7 +327,10 @@ def _prefill_batches(rows: list[_Row]) -> list[list[_Row]]:
 
 
 def _save(rows: list[_Row]) -> None:
-    """Save keys and values [tokens, L, H * D], float32, of the rows that ask for it ("keep"), prompts included."""
+    """Save the keys and values of the rows that name a file under "keep", as float32 arrays [tokens, L, H * D].
+
+    They include those of the prompt, but not of the last token.
+    """
     arrays = dict[str, Any]()
     for n, row in enumerate(rows):
         if row.request["keep"]:

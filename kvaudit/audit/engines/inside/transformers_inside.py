@@ -124,8 +124,9 @@ class _Sampler:
     def _next(self, n: int, row: dict[str, Any], scores: Any, best: float, logprob: float, is_finite: float) -> int:
         """Return the next token of row ``n``; record the token and its log-prob.
 
-        At temperature 0 that is ``best``, the most likely token, whose log-prob is ``logprob``; otherwise it is drawn
-        from ``scores``, the row's logits. Raises ValueError if ``is_finite`` is 0 (a logit is not finite).
+        At temperature 0 the token is ``best``, the most likely one, and its log-prob is ``logprob``. At any other
+        temperature it is drawn from ``scores``, the row's logits. Raises ValueError if ``is_finite`` is 0 (a logit is
+        not finite).
         """
         if self._done[n]:
             # generate ends once every row has an end token

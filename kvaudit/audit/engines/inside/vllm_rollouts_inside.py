@@ -90,7 +90,7 @@ class _RolloutEngine:
         self._engine.apply_model(_tie_head)
 
         def wrong_names(model: Any) -> list[str]:
-            """Return the names of the model's parameters that have the same shape in the file but other numbers."""
+            """Return the names of parameters whose shape is as in the file, but whose numbers are not."""
             named = {name: tensor for name, tensor in model.named_parameters() if name in weights}
             comparable = {name: tensor for name, tensor in named.items() if tensor.shape == weights[name].shape}
             return [n for n, tensor in comparable.items() if not torch.equal(tensor, weights[n].to(tensor.dtype))]
@@ -110,7 +110,7 @@ class _RolloutEngine:
                 module.register_forward_pre_hook(lambda _, args, layer=layer: self._record(layer, args[1], args[2]))
 
     def _record(self, layer: int, keys: Any, values: Any) -> None:
-        """Append one layer's keys and values of this forward pass to the rows that ask for them ("keep")."""
+        """Append the keys and values that this forward pass computed in one layer, for the rows with a "keep" file."""
         from vllm.forward_context import get_forward_context
 
         metadata = get_forward_context().attn_metadata
@@ -133,7 +133,10 @@ class _RolloutEngine:
             )
 
     def _save(self, names: list[str], replies: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
-        """Save keys and values [tokens, L, H * D], float32, of the rows that ask for it ("keep"), prompts included."""
+        """Save the keys and values of the rows that name a file under "keep", as float32 arrays [tokens, L, H * D].
+
+        They include those of the prompt, but not of the last token. ``names`` are the requests' names in the engine.
+        """
         arrays: dict[str, Any] = {}
         for n, name in enumerate(names):
             if name not in self._kept:
@@ -151,9 +154,9 @@ class _RolloutEngine:
 
 
 def _tie_head(model: Any) -> None:
-    """Make a tied output head use the embeddings' weights.
+    """Make an output head that is tied to the embeddings use their present weights.
 
-    On a CPU, reloading weights updates the embeddings only, not the head's own packed form of them.
+    On a CPU the head keeps its own packed copy, which reloading weights does not update.
     """
     head, embeddings = getattr(model, "lm_head", None), getattr(model.model, "embed_tokens", None)
     is_tied = getattr(model.config, "tie_word_embeddings", False)

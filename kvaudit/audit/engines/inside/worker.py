@@ -64,7 +64,7 @@ def _add_packages() -> None:
 
 
 def arrays_sha256(arrays: Mapping[str, Any]) -> str:
-    """Return the sha256 of named numpy arrays, by which learner and engine see that they hold the same weights."""
+    """Return the sha256 of named numpy arrays; learner and engine compare it to see that their weights are equal."""
     hasher = hashlib.sha256()
     for name in sorted(arrays):
         hasher.update(name.encode() + arrays[name].tobytes())

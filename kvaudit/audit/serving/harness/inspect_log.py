@@ -1,8 +1,8 @@
 """Export a run's graded answers as Inspect's ``.eval`` logs: one log per checkpoint, policy, suite and length.
 
-An item becomes a sample of Inspect, and the answers to it become epochs. The score, and every facet (a yes-or-no
-property such as refused), are scores of Inspect, each 1 for the wanted outcome; answers that could not be graded have
-NaN, which Inspect treats as unscored.
+An item becomes a sample of Inspect, and the answers to it become epochs. The score becomes a score of Inspect, and so
+does every facet (a yes-or-no property such as refused), with 1 for the wanted value. Answers that could not be graded
+get NaN, which Inspect treats as unscored.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Models of Inspect that kvaudit answers: ``kvaudit/CHECKPOINT@POLICY`` samples with a compressed cache.
 
-The checkpoint is a folder, a hub id or ``embedded`` (the small model that ships); in the policy write ";" for ",", as
-in ``kvaudit/embedded@snapkv:budget=96;window=8``. Waiting requests share a batch, as in ``kvaudit serve``;
-unsupported options are an error. ``ConditionAPI`` is the model class that a run uses when Inspect asks a suite: it
-answers under a policy or by a serving engine, with seeds that follow from sample, epoch and turn.
+The checkpoint is a folder, a hub id or ``embedded`` (the small model that ships). In the policy, write ";" instead of
+",", as in ``kvaudit/embedded@snapkv:budget=96;window=8``. Waiting requests share a batch, as in ``kvaudit serve``.
+Unsupported options are an error. ``ConditionAPI`` is the model class that a run uses when Inspect asks a suite. It
+answers under a policy or by a serving engine, with seeds that are derived from sample, epoch and turn.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _KvauditModel(ModelAPI):  # type: ignore[misc]  # where Inspect is not ins
     def request(
         self, messages: Sequence[ChatMessage], tools: Sequence[ToolInfo], choice: ToolChoice, config: GenerateConfig
     ) -> ChatRequest:
-        """Convert a request of Inspect to one of kvaudit's server; greedy if it sets no temperature."""
+        """Convert a request of Inspect to one of kvaudit's server; if it sets no temperature, it becomes greedy."""
         _check_settings(config)
         return read_request(
             {
@@ -241,9 +241,10 @@ CONDITION = "kvaudit-condition"
 
 @modelapi(name=CONDITION)  # type: ignore[untyped-decorator]
 def condition() -> type[ModelAPI]:
-    """Return the model class of the names ``kvaudit-condition/NAME``, which a run uses when Inspect asks its suites.
+    """Return the class of the models that Inspect knows as ``kvaudit-condition/NAME``.
 
-    NAME is a policy, or an engine with its settings. Inspect calls this function whenever it makes such a model.
+    NAME is a policy, or an engine with its settings. A run uses such models if Inspect asks its suites. Inspect calls
+    this function whenever it makes one.
     """
     return ConditionAPI
 

@@ -50,7 +50,7 @@ class _Generation:
 class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
     """A model of lm-evaluation-harness whose cache is compressed by ``policy``.
 
-    Write ";" for "," in a policy in ``--model_args``.
+    In ``--model_args``, write ";" instead of "," in the policy.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         raise SpecError("--use_cache would give one policy's answers to another; leave it out")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return a chat as text; without ``add_generation_prompt`` its last message is the beginning of the answer."""
+        """Return a chat as text; if ``add_generation_prompt`` is False, its last message is the start of the answer."""
         messages = [Message(Role(row["role"]), row["content"]) for row in chat_history]
         prefix = "" if add_generation_prompt else messages.pop().content
         chat = self._loaded.chat
@@ -191,7 +191,7 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         return _Generation(prompt, tuple(filter(None, until)), max_tokens, temperature, top_p, seed)
 
     def _generate(self, generations: Sequence[_Generation], bar: Any) -> Iterator[str]:
-        """Yield, in order, the answers to requests of equal temperature and top_p; ``batch_size`` run at a time."""
+        """Yield, in order, the answers to requests of equal temperature and top_p, ``batch_size`` of them at a time."""
 
         def start(numbers: range) -> AnyEpisode:
             batch = [generations[n] for n in numbers]

@@ -5,8 +5,8 @@ w = pi / pi_old per token, c the correction's weight, A the token's advantage, m
 
     - sum over rollouts and tokens of m c gain(w, A) share + beta share k3 + distill_weight share KL(learner || teacher)
 
-Departures from the papers: lower and upper clip bound differ (Yu 2025, 2503.14476); the factors c and m; the KL terms
-are averaged like the policy term, but not weighted by c.
+Departures from the papers: the lower and the upper clip bound may differ (Yu 2025, 2503.14476); the factors c and m are
+added; the KL terms are averaged like the policy term, but not weighted by c.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VARIANCE_FLOOR = 1e-8
 
 
 class StepCounts(NamedTuple):
-    """The sizes of a whole gradient step, by which a loss divides, so that microbatch losses add up to the step's."""
+    """The sizes of a whole gradient step; each microbatch's loss is divided by them, so that the losses add up."""
 
     rows: int  # rollouts
     tokens: int  # sampled tokens of graded rollouts
@@ -104,7 +104,7 @@ class BatchRewards(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """The advantages [B, T], 0 outside the mask, and the ``returns`` [B, T], a critic's targets (None without one)."""
+    """The advantages [B, T], 0 outside the mask, and ``returns`` [B, T], the targets of a critic if there is one."""
 
     advantages: Tensor
     returns: Tensor | None = None
@@ -133,7 +133,7 @@ class Loss:
 
 
 class ClippedLoss(Loss):
-    """A policy loss that is a weighted sum over tokens of a gain, by default clipped, plus KL terms.
+    """A policy loss: a weighted sum of the tokens' gains, which are clipped by default, plus KL terms.
 
     The module's docstring has the formula. A subclass defines ``share``, each token's weight in the sum, and overrides
     other parts as needed.
@@ -142,7 +142,7 @@ class ClippedLoss(Loss):
     by_std: ClassVar[bool] = True  # whether advantages are divided by their group's standard deviation
 
     def estimate(self, batch: BatchRewards) -> Estimate:
-        """Give every token of a rollout its reward relative to its group as advantage (Shao 2024, 2402.03300)."""
+        """Give all tokens of a rollout one advantage: its reward relative to its group (Shao 2024, 2402.03300)."""
         rows = group_advantages(batch.rewards, batch.graded, batch.group, by_std=self.by_std)
         return Estimate(rows[:, None] * batch.mask)
 
@@ -233,10 +233,10 @@ def has_equal_rewards(rewards: Sequence[float | None]) -> bool:
 
 
 def group_advantages(rewards: Tensor, graded: Tensor, group: int, *, by_std: bool) -> Tensor:
-    """Return rewards minus their group's mean [B], divided by the group's population std if ``by_std``.
+    """Return each reward minus the mean of its group [B]; with ``by_std``, divide by the group's population std.
 
-    ``rewards`` [B] and ``graded`` bool [B] are in order of groups. 0 for ungraded rows, and if all rewards of a group
-    are equal.
+    ``rewards`` [B] and ``graded`` bool [B] are in order of groups. The result is 0 for ungraded rows, and for groups
+    whose rewards are all equal.
     """
     assert rewards.ndim == 1, rewards.shape
     assert len(rewards) % group == 0, (len(rewards), group)
@@ -265,11 +265,11 @@ def best_and_worst(rewards: Tensor, graded: Tensor, group: int) -> Tensor:
 
 
 def generalised_advantages(batch: BatchRewards) -> Estimate:
-    """Return GAE (Schulman 2016, eq. 16, 1506.02438), with the reward at a rollout's last sampled token.
+    """Return generalised advantage estimates, GAE (Schulman 2016, eq. 16, 1506.02438), and the critic's targets.
 
     delta_t = r_t + discount V_(t+1) - V_t, A_t = delta_t + discount trace A_(t+1), where discount is gamma and trace is
-    lambda. Time counts sampled tokens only, so tool replies between turns take none. The value V after the last token
-    is 0; ``returns`` are A + V.
+    lambda. r is the rollout's reward at its last sampled token and 0 before. The steps t are the sampled tokens only;
+    tool replies between turns are skipped. The value V after the last token is 0. The targets ``returns`` are A + V.
     """
     assert batch.values is not None
     values, mask = batch.values, batch.mask
@@ -285,9 +285,9 @@ def generalised_advantages(batch: BatchRewards) -> Estimate:
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """Return values [B, T] scaled to mean 0 and variance 1 over the mask, 0 elsewhere.
+    """Return values [B, T] shifted and scaled to mean 0 and variance 1 over the mask; they are 0 elsewhere.
 
-    A single token is only centred.
+    If the mask holds a single token, its value becomes 0.
     """
     chosen = values[mask]  # [n], over the whole batch
     if not len(chosen):
@@ -297,10 +297,10 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, limits: Tensor, share: float) -> Tensor:
-    """Return the reward penalty [B] of long rollouts: 0 up to (1 - share) limit sampled tokens, then linear to -1.
+    """Return the penalty [B] that is added to the rewards of long rollouts (Yu 2025, eq. 13, 2503.14476).
 
-    ``lengths`` are the sampled tokens and ``limits`` their maximum, [B] or []; ``share`` is in (0, 1]. The penalty is
-    -1 from the limit on (Yu 2025, eq. 13, 2503.14476).
+    It is 0 up to (1 - ``share``) * limit sampled tokens, then falls linearly and is -1 from the limit on. ``lengths``
+    [B] are the numbers of sampled tokens, ``limits`` [B] or [] the most allowed; ``share`` is in (0, 1].
     """
     margin = share * limits
     return ((limits - margin - lengths) / margin).clamp(-1.0, 0.0)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class Grpo(ClippedLoss):
     """The mean over rollouts of the mean over their tokens.
 
-    Shao 2024, eq. 3 (2402.03300): -1/B sum_i 1/|o_i| sum_t m c min(w A, clip(w, 1-low, 1+high) A), m being the mask and
-    c the correction's weight of a token.
+    Shao 2024, eq. 3 (2402.03300): -1/B sum_i 1/|o_i| sum_t m c min(w A, clip(w, 1-low, 1+high) A), where m is the mask
+    and c the weight that the correction gives a token.
     """
 
     name = "grpo"
@@ -42,8 +42,9 @@ class Grpo(ClippedLoss):
 class DrGrpo(ClippedLoss):
     """The sum over tokens divided by a constant, so that long wrong answers are not favoured.
 
-    Advantages are not divided by the standard deviation. Liu 2025, eq. 3 (2503.20783), L the token limit of a rollout,
-    m the mask and c the correction's weight of a token: -1/(B L) sum_i sum_t m c min(w A, clip(w, 1-low, 1+high) A).
+    Advantages are not divided by the standard deviation. Liu 2025, eq. 3 (2503.20783):
+    -1/(B L) sum_i sum_t m c min(w A, clip(w, 1-low, 1+high) A), where L is the largest token limit of any rollout, m
+    the mask and c the weight that the correction gives a token.
     """
 
     name = "dr_grpo"
@@ -57,9 +58,9 @@ class DrGrpo(ClippedLoss):
 class Dapo(ClippedLoss):
     """The mean over all tokens of a step, so that rollouts count in proportion to their length.
 
-    Yu 2025, eq. 8 (2503.14476): -1/N sum_i sum_t m c min(w A, clip(w, 1-low, 1+high) A), N sampled tokens, m the mask
-    and c the correction's weight of a token. By default the upper bound is wider, groups with equal rewards are sampled
-    again, and the last fifth of the allowed length costs reward.
+    Yu 2025, eq. 8 (2503.14476): -1/N sum_i sum_t m c min(w A, clip(w, 1-low, 1+high) A), where N is the number of
+    sampled tokens, m the mask and c the weight that the correction gives a token. By default the upper bound is wider,
+    groups with equal rewards are sampled again, and the last fifth of the allowed length costs reward.
 
     Departures: a group is sampled again with new seeds for the same question, because arms are paired by their
     questions; a group with equal rewards after ``resample`` rounds is kept and teaches nothing.
@@ -75,9 +76,10 @@ class Dapo(ClippedLoss):
 class Gspo(Grpo):
     """One ratio per rollout, so that clipping acts on whole sequences, as the reward does.
 
-    Zheng 2025, eq. 13 and 14 (2507.18071): as grpo with w_t = sg(s) pi_t / sg(pi_t), s = (pi / pi_old)^(1/|o|), sg =
-    stop-gradient. Value and gradient equal those of eq. 5 if all tokens of a rollout have the same advantage and the
-    same weight; here advantage and weight may differ by token. Tokens masked by a correction count in s.
+    Zheng 2025, eq. 13 and 14 (2507.18071): the loss of grpo with w_t = sg(s) pi_t / sg(pi_t). Here s is
+    (pi / pi_old)^(1/|o|) of the whole rollout, |o| its number of tokens, and sg stops the gradient. Advantages and
+    weights may differ by token; if they do not within a rollout, value and gradient equal those of eq. 5. Tokens that a
+    correction masks count in s.
     """
 
     name = "gspo"
@@ -132,12 +134,12 @@ class Ppo(ClippedLoss):
 class OnlineDpo(Loss):
     """The mean of -log sigma(beta h) over the batch's pairs (Rafailov 2023, eq. 7, 2305.18290; Guo 2024, 2402.04792).
 
-    h = sum_t log(pi/ref) of the best rollout of a group minus that of the worst, both models under the arm's view.
-    Equal rewards make no pair. The loss does not use pi_old, so a ratio to it corrects nothing: the arms "naive" and
-    "naive-ratio" train alike.
+    A pair is the best and the worst rollout of a group; a group with equal rewards has none. h is sum_t log(pi/ref) of
+    the best minus that of the worst; pi and ref both read under the arm's view. The loss does not use pi_old, so the
+    arms "naive" and "naive-ratio", which differ in pi_old only, train alike.
 
-    Departure: where an arm corrects with a weight c per token (such as an importance weight), c scales the token's
-    gradient, but h inside of sigma keeps its value, which measures how sure the policy is of the pair.
+    Departure: if the arm's correction gives a token a weight c, c scales the token's gradient. The value of h does not
+    change, since it measures how sure the policy is of the pair.
     """
 
     name = "online-dpo"

@@ -49,7 +49,10 @@ class Reward:
 
     @classmethod
     def of(cls, value: Any, options: Mapping[str, Any]) -> Self:
-        """Build the reward from a spec: ``value`` is its main value. Reads and imports nothing; raises SpecError."""
+        """Build the reward from its main value and its options in a spec; raise SpecError if they are invalid.
+
+        No file is read and no module imported.
+        """
         names = [field.name for field in fields(cls)]
         if value is not None and not names:
             raise SpecError(f"reward {cls.name} takes no value; write reward: {cls.name}")
@@ -66,7 +69,7 @@ class Reward:
     def label(self) -> str:
         """The text that names the reward in provenance: its name and the first digits of its identity.
 
-        The reward of a judge has the judge's name there.
+        If a judge gives the reward, the judge's name takes the place of the reward's.
         """
         return f"{self.name}:{self.identity[:IDENTITY_DIGITS]}"
 
@@ -81,7 +84,7 @@ class Reward:
         return None
 
     def check(self, suites: Sequence[Suite]) -> None:  # noqa: ARG002 - most rewards fit any suite
-        """Raise SpecError or DataError now for a fault that would otherwise appear when the suites are sampled."""
+        """Raise SpecError or DataError now for a fault that would otherwise appear only when rollouts are scored."""
         _ = self.identity
 
     def grader_label(self, suite: Suite) -> str:  # noqa: ARG002 - a judge leaves some answers to the suite
@@ -96,7 +99,7 @@ class Reward:
         raise NotImplementedError
 
     def kept_in(self, folder: Path) -> RewardFn:  # noqa: ARG002 - deterministic rewards store nothing
-        """Return the method ``rewards``; for a judge, one that stores its answers in ``folder`` and reuses them."""
+        """Return the method ``rewards``; a judge returns one that stores its answers in ``folder`` and reuses them."""
         return self.rewards
 
 
@@ -110,9 +113,9 @@ REWARDS: Registry[Reward] = Registry("reward", "kvaudit.audit.training.rewards",
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """The reward of a training run: ``reward`` scores answers in ``reward_suites``, the suite's grade those in others.
+    """The reward of a training run: ``reward`` in the suites ``reward_suites``, the suite's own grade in all others.
 
-    ``suites`` are all that the run trains on.
+    ``suites`` are all suites that the run trains on.
     """
 
     reward: Reward
@@ -140,7 +143,7 @@ class RewardConfig:
     def inputs(self) -> Mapping[str, str]:
         """The sha256 of each input file of the reward, by name.
 
-        Empty for the suites' own grades, whose versions are recorded.
+        The result is {} if all rewards are the suites' own grades, since the suites' versions are recorded.
         """
         return {} if self.uses_grade_only else self.reward.inputs
 
@@ -176,7 +179,7 @@ class RewardConfig:
 def check_scores(reward: Reward, scores: Any, count: int) -> list[float | None]:
     """Return ``scores``, the rewards of ``count`` rollouts, as floats or None (ungraded).
 
-    Raises RunError for anything but one finite number or None per rollout.
+    Raises RunError unless there is one entry per rollout, either None or a number from -MAX_REWARD to MAX_REWARD.
     """
     label = f"reward {reward.label}"
     if isinstance(scores, str | bytes) or not isinstance(scores, Sequence):

@@ -1,4 +1,4 @@
-"""The probability of a label, by a sequence-classification model, as the reward.
+"""The reward that is the probability of a label, as a sequence-classification model gives it.
 
 An answer longer than the model's input limit is read in pieces (windows) that overlap by half.
 """
@@ -31,7 +31,8 @@ class Classified(Reward):
 
     ``classifier`` is a folder or a hub id. The reward is the probability of the labels ``pays`` (separated by |), or 1
     minus that of the labels ``costs``. Probabilities of exclusive labels are added; otherwise the most probable label
-    counts. An answer longer than the model's window gets the reward of its worst window.
+    counts. An answer longer than the model's window gets the reward of its worst window. Degenerate answers get their
+    suite's score instead.
     """
 
     name = "classifier"
@@ -80,7 +81,7 @@ class Classified(Reward):
         yield from filter(None, ids["input_ids"])  # an empty text has a window without a token
 
     def _classify(self, windows: Sequence[list[int]]) -> list[float]:
-        """Return the probability of the labels per window, in batches of windows of similar length."""
+        """Return, for each window, the probability of the labels; windows of similar length share a batch."""
         import torch
         from transformers import BatchEncoding
 

@@ -28,7 +28,9 @@ from kvaudit.suites.base import Suite
 
 @dataclass(frozen=True)
 class Function(Reward):
-    """The reward that a Python function gives, written ``module:name``, on Python's path or in the working directory.
+    """The reward that a Python function gives; a spec names it as ``module:name``.
+
+    The module must be on Python's path or in the working directory.
 
     Its identity is the hash of the file that defines it; files which that file imports or opens are not hashed.
     """

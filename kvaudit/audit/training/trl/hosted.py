@@ -45,7 +45,7 @@ class HostedArm:
 
     @classmethod
     def of(cls, arm: str, policy: str | None, external_sampler: str | None) -> HostedArm:
-        """Combine an arm and a sampler; raises UnknownName, and SpecError for combinations that TRL cannot train."""
+        """Combine an arm and a sampler; raise SpecError if TRL cannot train them, UnknownName for an unknown name."""
         design = get_arm(arm)
         if design.distill:
             raise SpecError(
@@ -70,7 +70,10 @@ class HostedArm:
 
     @property
     def trl_corrects(self) -> bool:
-        """Whether TRL itself applies the arm's importance weights: it has some kinds, for rollouts of vLLM only."""
+        """Whether TRL itself applies the arm's importance weights.
+
+        It can apply those of some corrections (``TRL_CORRECTIONS``), and only to rollouts sampled by vLLM.
+        """
         return self.external_sampler == VLLM and self.arm.correction in TRL_CORRECTIONS
 
     def apply_settings(self, config: Any) -> None:
@@ -120,9 +123,9 @@ class HostedArm:
 def check_logprobs(
     sampler: str, completions: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float | None]] | None
 ) -> None:
-    """Raise DataError if an external sampler did not return one log-prob, at most 0, for each token.
+    """Raise DataError if an external sampler did not return one log-prob for each token.
 
-    A log-prob may be None for a token that was not scored.
+    A log-prob must not be above 0; it may be None for a token that was not scored.
     """
     if logprobs is None:
         raise DataError(f"{sampler} returned no log-probs, and every arm needs one per token; have it return them")

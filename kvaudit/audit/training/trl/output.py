@@ -98,10 +98,11 @@ class OutputFolder:
         self._first_row: Mapping[str, Any] | None = None
 
     def begin(self, done: int, sections: Mapping[str, Any]) -> None:
-        """Reserve the folder for this run (write or check its claim), to start or to resume after ``done`` steps.
+        """Reserve the folder for this run, to start it or to resume it after ``done`` steps.
 
-        ``sections`` are those of ``recipe.json``. Raises RunError for a folder of another run, or of this run if it is
-        not resumed, and DataError if telemetry of finished steps is missing.
+        The claim (training.json) is checked if there is one, and written. ``sections`` are the contents of
+        ``recipe.json``. Raises RunError if the folder belongs to another run, or to this run and it is not resumed.
+        Raises DataError if telemetry of finished steps is missing.
         """
         with guarded(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -155,7 +156,7 @@ class OutputFolder:
 
 
 class StepNumbers:
-    """The accumulator of one optimiser step's telemetry, from its batches of rollouts and its microbatches.
+    """The telemetry of one optimiser step, accumulated from its batches of rollouts and its microbatches.
 
     Names are those of ``kvaudit.audit.training.telemetry``; means are over microbatches, like TRL's own metrics. A step
     that draws no rollouts reuses those of ``before``, the previous step.
@@ -191,8 +192,8 @@ class StepNumbers:
     def add_logprobs(self, gathered: Tensor) -> None:
         """Add a microbatch of all processes, [N, T, 4].
 
-        The last dimension is: log-probs (nats) of the sampler and of the weights that sampled, 1 for sampled tokens,
-        and advantages before correction.
+        The last dimension has four numbers per token: the sampler's log-prob and the learner's (nats), computed with
+        the weights that sampled; 1 if the token was sampled, else 0; and the advantage before correction.
         """
         sampler, learner, mask, advantages = gathered.unbind(-1)  # each [N, T]
         self._panel.add(sampler, learner, mask.bool(), advantages)
@@ -290,7 +291,10 @@ def _source(function: Any) -> str:
 
 
 def questions_sha256(dataset: Any) -> str:
-    """Return the sha256 of all prompts of a data set; for a stream, whose prompts are not known yet, of its name."""
+    """Return the sha256 of all prompts of a data set.
+
+    The prompts of a stream are not known yet; the result is then the sha256 of its description.
+    """
     rows = dataset["prompt"] if hasattr(dataset, "__len__") and "prompt" in dataset.column_names else [str(dataset)]
     return sha256_of([str(row) for row in rows])
 

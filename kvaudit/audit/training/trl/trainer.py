@@ -1,8 +1,8 @@
 """TRL's GRPO trainer with kvaudit's sampler and arms; everything else is unchanged.
 
-Corrections: for vLLM's rollouts, TRL applies ``tis`` (token_truncate at 2) and ``mis`` (token_mask to .5 .. 5) itself,
-equal to kvaudit's. All others are applied by ``audit.training.corrections``: weights multiply the advantages per token.
-The KL to a reference is never weighted.
+To rollouts of vLLM, TRL itself applies the corrections ``tis`` (token_truncate at 2) and ``mis`` (token_mask to
+.5 .. 5), with the same result as kvaudit's. In all other cases ``audit.training.corrections`` computes the weights, and
+each token's advantage is multiplied by its weight. The KL to a reference is never weighted.
 
 Each row's rollout, with its ledger (when each cache entry was evicted), is an entry of TRL's batch, so that TRL
 shuffles and splits it with the row.
@@ -64,9 +64,9 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """A GRPOTrainer with rollouts under a cache ``policy`` and the learner of an ``arm``.
 
     ``arm`` is any of ``kvaudit list arms`` except smd-distill; dense ignores the policy, so that two runs can differ in
-    the arm only. Rollouts come from kvaudit's cache, or from ``use_vllm`` or your ``rollout_func``; these work in all
-    arms except smd, and then ``policy`` only describes them in the report. ``output_dir`` gets telemetry and, at the
-    end, a checkpoint for a spec's ``checkpoints:``.
+    the arm only. By default kvaudit's cache samples the rollouts. In all arms except smd they may come from vLLM
+    (``use_vllm``) or your ``rollout_func`` instead; then ``policy`` only describes the sampler in the report.
+    ``output_dir`` gets telemetry and, at the end, a checkpoint for a spec's ``checkpoints:``.
 
         trainer = AuditedGRPOTrainer(model, reward, GRPOConfig("out"), data, arm="smd", policy="snapkv:budget=512")
     """
@@ -120,7 +120,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _full_weights(self) -> Iterator[None]:
         """Gather FSDP2-sharded weights inside the context, so that each process may run any number of forwards.
 
-        For work without gradient. All processes enter together, and each may leave at any time.
+        Use it for work without gradient. All processes must enter it; they need not leave it at the same time.
         """
         if not self.is_fsdp_enabled:
             yield
@@ -258,7 +258,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         batch_size: int | None = None,
         **more: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return what TRL's pass returns: log-probs [b, T], and entropies and a further loss or None.
+        """Return what TRL's pass returns: log-probs [b, T], entropies or None, and an additional loss or None.
 
         In arms that learn under the sampler's cache, the pass hides the entries that were evicted while sampling.
         """
@@ -304,7 +304,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return loss
 
     def training_step(self, *args: Any, **options: Any) -> Tensor:
-        """Run TRL's training step and add its time, without sampling, to ``seconds_learner``."""
+        """Run TRL's training step, and add the seconds that it took, less those of sampling, to ``seconds_learner``."""
         start, seconds = time.perf_counter(), self._numbers.seconds
         sampling_before = seconds["seconds_rollout"]
         loss: Tensor = super().training_step(*args, **options)
