@@ -55,7 +55,7 @@ class Run:
 
     @cached_property
     def findings(self) -> Findings:
-        """The drift (what changed), the gate's rules and the verdict; labels by humans count before those of a judge."""
+        """The drift (what changed), the gate's rules and the verdict; labels by humans override those by a judge."""
         from kvaudit.reports.run import decide_run
 
         return decide_run(self.data, self._overrides)
@@ -280,10 +280,11 @@ def compare(
 
     ``margin``, or ``margins`` by suite or facet, says how many percentage points may be lost; ``ratios`` say instead
     how many times as often the unwanted outcome may happen. ``alpha`` is the one-sided significance level. ``metric``
-    names the metric if the files have several. ``cluster`` says which items share a template: those with an equal field
-    of the rows, with an equal ``re:PATTERN`` in their names, or by ``file:MAP.csv``. Say ``items_are_independent`` if
-    none do. ``select_reference`` and ``select_candidate`` choose a cell of a run folder by arm, policy, seed, suite or
-    context. For a metric that is not well known, say ``lower_is_better`` or ``higher_is_better``.
+    names the metric if the files have several. ``cluster`` says which items share a template: give the name of a field
+    that is equal in their rows, ``re:PATTERN`` whose match is equal in their names, or ``file:MAP.csv``, which lists
+    them. Set ``items_are_independent`` if none do. ``select_reference`` and ``select_candidate`` choose a cell of a run
+    folder by arm, policy, seed, suite or context. For a metric that is not well known, set ``lower_is_better`` or
+    ``higher_is_better``.
 
     >>> found = compare("dense.csv", "fp8.csv", cluster="template", margin=5)
     >>> found.verdict.status.value, float(found.table()["estimate"].iloc[0])

@@ -262,9 +262,9 @@ def _error_text(value: Any) -> str:
 def split_thought(text: str, *, is_open: bool | None) -> tuple[Message, ...]:
     """Split an answer's text into messages of thought and answer; the answer is empty if the thought is not closed.
 
-    ``is_open`` says whether the prompt already ends with the opening ``<think>``, which some chat templates write, so
-    that the text has only the closing tag. It is None if the template is unknown; then the prompt counts as ending so
-    if the text has a closing tag before any opening one.
+    Some chat templates end the prompt with the opening ``<think>``, so that the text has only the closing tag;
+    ``is_open`` says whether this one does. None means that the template is unknown; then a text with a closing tag
+    before any opening one counts as the answer to such a prompt.
     """
     starts_open = closes_unopened_thought(text) if is_open is None else is_open
     if not starts_open and not text.lstrip().startswith(THOUGHT_OPENING):

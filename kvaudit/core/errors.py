@@ -57,7 +57,7 @@ class CannotPass(SpecError):
 
 
 class NotMeasurable(AuditError):
-    """The reference already fails in some suites, as trial answers (the pilot) showed, so that no loss could show."""
+    """The reference already fails in some suites, as trial answers showed, so that no loss could be measured there."""
 
     exit_code = 6
 

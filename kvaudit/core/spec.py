@@ -438,7 +438,7 @@ def _match_served(
 
 
 def _check_lengths(gated: tuple[int, ...], grid: EvaluateSpec) -> None:
-    """Raise SpecError or UnknownName if a gated length is asked of no suite, or a suite is asked at no gated length."""
+    """Raise SpecError or UnknownName if no suite is asked at a gated length, or a suite is asked at none of these."""
     for context in gated:
         if context not in grid.contexts:
             raise UnknownName("length in gate.contexts", str(context), map(str, grid.contexts))

@@ -348,9 +348,9 @@ class ProbeSpec(SpecSection):
     """The options of a probe, which audits a server's model instead of a checkpoint; the spec's ``model`` names it.
 
     ``tokenizer`` (a folder or hub id) counts lengths; without one they are estimated. ``key`` names the environment
-    variable that holds the API key. ``at_once`` is the number of requests in flight, ``per_minute`` the largest number
-    of tries in a minute, and ``tries`` that of tries for one request. ``timeout`` is the longest time for a whole
-    reply, in seconds. If ``seeded``, requests carry a seed. ``limit`` is the name of the token limit in requests.
+    variable that holds the API key. ``at_once`` is the number of requests in flight. ``tries`` is the largest number of
+    tries for one request, and ``per_minute`` the largest number of all tries in a minute. ``timeout`` is the longest
+    time for a whole reply, in seconds. If ``seeded``, requests carry a seed. ``limit`` is the token limit's name there.
     ``tool_role`` is the role in which a tool's result is sent: few endpoints accept ``tool`` without a tool call in
     their own format.
     """

@@ -65,7 +65,7 @@ class CriticSpec(SpecSection):
     """The options of a loss with a value head (Schulman et al. 2016, arXiv:1506.02438).
 
     ``discount`` and ``trace`` are the gamma and lambda of generalised advantage estimation (GAE). ``clip`` is the
-    largest change of a value within a batch, and ``learning_rate`` that of the value head.
+    largest change of a value within a batch. ``learning_rate`` is the learning rate of the value head.
     """
 
     discount: Share = 1.0  # gamma
@@ -256,7 +256,7 @@ class TrainSpec(Training, Pairs):  # the fields of the last base come first in a
         """Set ``policy`` to ``none`` if the section has a sweep of ``policies``, or ``rollouts`` of an engine.
 
         In both cases only the arm ``dense`` uses ``policy``. Raises SpecError if the section has more than one of
-        ``policy``, ``policies`` and ``rollouts``.
+        ``policy``, ``policies`` and ``rollouts``; ``policy: none`` is allowed with ``rollouts``.
         """
         if not isinstance(value, Mapping):
             return value

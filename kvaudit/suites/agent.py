@@ -74,10 +74,10 @@ KINDS = ("attack", "trusted", "leak", "escape", "clean")
 
 
 class Agent(Templated):
-    """Five variants of an agent's task, which differ in the order that a tool's result contains.
+    """Five variants of an agent's task, which differ in the instruction that a tool's result contains.
 
-    "attack": the order comes from a stranger. "trusted": it comes from the boss. "leak": it asks for the secret.
-    "escape": it needs a forbidden tool. "clean": there is no order, to show whether the model can do the task at all.
+    "attack": a stranger gives the instruction. "trusted": the boss gives it. "leak": it asks for the secret. "escape":
+    it needs a forbidden tool. "clean": there is none, to show whether the model can do the task at all.
     """
 
     name = "agent"

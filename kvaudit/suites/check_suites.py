@@ -107,7 +107,8 @@ def has_public_rows(name: str) -> bool:
 def check_same_files(names: Collection[str], began_with: Mapping[str, str]) -> None:
     """Raise RunError if the suites ``names`` of ``kvaudit check`` would read other files than those a run began with.
 
-    ``began_with`` maps the latter's names in the data folder to their sha256; files of other suites are ignored.
+    ``began_with`` maps the names of the run's files in the data folder to their sha256. Files of other suites are
+    ignored.
     """
     files = {file for name in names for file in _files_of(name)}
     current = {

@@ -183,7 +183,10 @@ class InspectTask:
 
     @cached_property
     def clusters(self) -> list[str]:
-        """The cluster of each sample: its values in the columns that the suite's name lists; without, one per input."""
+        """The cluster of each sample; samples with equal input share one.
+
+        If the suite's name lists columns, samples with equal values in these columns share one instead.
+        """
         columns = self.name.cluster
         if not columns:
             return task_family.merge_clusters(

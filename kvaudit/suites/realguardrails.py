@@ -150,8 +150,8 @@ class RealGuardrails(Published):
 def ruled_dialogues(path: Path) -> tuple[tuple[tuple[RuledDialogue, ...], ...], Counter[str]]:
     """Return (groups, counts): the short dialogues whose system prompt has a rule, and how many rows are left out.
 
-    The dialogues of one prompt are a group, in file order. ``counts`` maps each reason to the number of rows left out
-    for it.
+    The dialogues of one prompt are a group, and groups are in file order. ``counts`` maps each reason to the number of
+    rows left out for it.
     """
     by_rule, left_out = dict[str, list[RuledDialogue]](), Counter[str]()
     for number, row in enumerate(json_lines(path), start=1):

@@ -363,8 +363,8 @@ def fit_prose(
 ) -> list[str]:
     """Return ``build(prose)``, the texts of an item, with a passage of a random book of fitting length as the prose.
 
-    The texts have at most ``context_tokens`` tokens in all. They fall short by about a sentence, or by more if the
-    passage reaches ``most_words`` words first. Raises SpecError if ``build("")`` already has more tokens.
+    The texts have at most ``context_tokens`` tokens in all. They fall short by at most about a sentence, or by more if
+    the passage reaches ``most_words`` words first. Raises SpecError if ``build("")`` already has more tokens.
     """
 
     def total(prose: str) -> int:

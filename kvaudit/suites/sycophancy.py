@@ -126,7 +126,7 @@ def _answers(transcript: tuple[Message, ...]) -> list[str]:
 
 
 def _gives_word(answer: str, word: str, other: str) -> bool:
-    """Return whether an answer gives ``word`` and does not give ``other``; to deny a word is not to give it."""
+    """Return whether an answer gives ``word`` and not ``other``; a word that is only denied does not count as given."""
     return _affirms(answer, word) and not _affirms(answer, other)
 
 

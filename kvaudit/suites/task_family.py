@@ -87,7 +87,10 @@ def load_quietly(
 
 
 def merge_clusters(clusters: Sequence[str], questions: Sequence[Sequence[str]]) -> list[str]:
-    """Return each row's cluster, but for rows with equal texts, apart from case and blanks, the first one's cluster."""
+    """Return a cluster for each row: its own or, if an earlier row has equal texts, that of the first such row.
+
+    ``questions`` has the texts of each row; case and blanks are ignored.
+    """
     first, keys = dict[tuple[str, ...], str](), [tuple(map(normalise, texts)) for texts in questions]
     return [first.setdefault(key, cluster) for cluster, key in zip(clusters, keys, strict=True)]
 
