@@ -1,4 +1,4 @@
-"""Measure what KV-cache compression did to the alignment of a model.
+"""Measure what the compression of the KV cache did to the alignment of a model.
 
     import kvaudit
 
@@ -6,11 +6,11 @@
     run = kvaudit.run("spec.yaml", out="runs/mine")         # train, evaluate, report
     run = kvaudit.load_run("runs/mine")                     # records, drift, verdict; .table() for pandas
     kvaudit.gate("runs/mine").status                        # PASS, FAIL, INCONCLUSIVE, ...
-    kvaudit.compare("a.jsonl", "b.jsonl", margin=5)         # two result files, ours or other tools'
+    kvaudit.compare("a.jsonl", "b.jsonl", margin=5)         # two result files, of kvaudit or of other tools
 
-``CompressedCache`` and ``shadow`` work on stock transformers models, ``kvaudit.trl`` in a trainer of TRL. Bases of
-plug-ins: ``Evictor``, ``Selector``, ``Quantiser``, ``Suite``, ``Engine``, ``Judge``, ``Loss``, ``Reward``.
-Everything is imported on first use, torch only where something needs it.
+``CompressedCache`` and ``shadow`` work on unchanged transformers models, ``kvaudit.trl`` in a trainer of TRL. Plug-ins
+subclass ``Evictor``, ``Selector``, ``Quantiser``, ``Suite``, ``Engine``, ``Judge``, ``Loss`` or ``Reward``. Everything
+is imported on first use, torch only where something needs it.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
 """The commands as functions, and what they return: check a setting, run a spec, load and gate a run, compare two files.
 
-Each raises an AuditError with one line if the input is wrong, and prints what the command of the same name prints.
-``Run`` and ``Comparison`` hold the results as objects and pandas tables; no torch is loaded for them.
+If the input is wrong, each function raises an AuditError of one line. It prints what the command of the same name
+prints. ``Run`` and ``Comparison`` hold the results as objects and pandas tables; they need no torch.
 
     run = kvaudit.load_run("runs/quickstart")
     run.verdict.status                      # Status.PASS, FAIL, INCONCLUSIVE, INVALID or NOT_MEASURABLE
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class Run:
     """A run folder: its spec, records, drift and verdict, each read on first use.
 
-    Raises DataError for a folder that is not a run, or whose files or checkpoints have changed since the run; SpecError
-    for rules that cannot be used.
+    Raises DataError if the folder is no run, or if its files or checkpoints have changed since the run. Raises
+    SpecError if the gate file or the waivers cannot be used.
     """
 
     def __init__(self, path: Path | str, overrides: GateOverrides | None = None) -> None:
@@ -55,7 +55,7 @@ class Run:
 
     @cached_property
     def findings(self) -> Findings:
-        """The drift (what changed), the gate's rules and the verdict; human labels take precedence over the judge's."""
+        """The drift (what changed), the gate's rules and the verdict; labels by humans override those by a judge."""
         from kvaudit.reports.run import decide_run
 
         return decide_run(self.data, self._overrides)
@@ -88,9 +88,9 @@ class Run:
     def table(self) -> pd.DataFrame:
         """Return a row per contrast (candidate against reference) and facet: rates in percent, and the gate's decision.
 
-        In percentage points: the drift ``estimate``, candidate minus reference, with its 95 % interval ``low`` to
-        ``high``, its one-sided bound ``lower``, and ``margin``. Numbers that do not exist are missing, never 0;
-        ``status`` is None outside the gate.
+        ``estimate`` is the drift, candidate minus reference, ``low`` to ``high`` its 95 % interval, and ``lower`` and
+        ``upper`` are its one-sided bounds. These and ``margin`` are in percentage points. A number that does not exist
+        is missing, never 0. ``status`` is None for rows that the gate does not decide.
         """
         return _contrast_table(self.findings)
 
@@ -104,7 +104,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of two result files by one metric."""
+    """The comparison of two result files or run folders by one metric, as ``compare`` returns it."""
 
     compared: MetricComparison
 
@@ -115,11 +115,11 @@ class Comparison:
 
     @property
     def records(self) -> pd.DataFrame:
-        """A table with a row per answer of either side."""
+        """A table with a row for each answer of the reference and of the candidate."""
         return self.compared.records
 
     def table(self) -> pd.DataFrame:
-        """Return a row per suite and length, and one per facet at each of them, with the columns of ``Run.table()``."""
+        """Return a row for each suite and length, and one for each facet there, with the columns of ``Run.table()``."""
         return _contrast_table(self.compared.findings)
 
 
@@ -155,10 +155,14 @@ def check(
 ) -> Run:
     """Check whether a model may be served with a KV setting; print the answer and return the run with its ``verdict``.
 
-    Give an ``engine`` with ``kv`` and other ``settings`` by the engine's names, or a ``policy`` of kvaudit's cache, or
-    two servers, ``reference`` and ``candidate``, as URL#MODEL. ``sums`` and ``agents`` ask mathematics and tool calls
-    too. With ``long``, questions follow the longest conversation after which the model still refuses harmful requests
-    and helps with harmless ones.
+    ``model`` is a folder, a .gguf file or ``embedded``. Say how it is served: by an ``engine`` with its KV setting
+    ``kv`` and other ``settings``, under a ``policy`` of kvaudit's cache, or by two servers, ``reference`` and
+    ``candidate``, each as URL#MODEL. ``python`` is the executable of the engine's environment, and ``weights`` the
+    model in the engine's format. ``minutes`` (10) limits the time, and ``seed`` orders the questions. These are public
+    rows from the folder ``data``; ``made_up`` asks kvaudit's own questions instead. ``sums`` adds mathematics, and
+    ``agents`` adds tool calls. With ``long``, questions follow the longest conversation after which the model still
+    refuses harmful requests and helps with harmless ones. The run is written to the folder ``out``; with ``resume``,
+    a run that was begun there is finished.
 
     >>> check("models/mine", engine="openvino", kv="u4").verdict.status  # doctest: +SKIP
     """
@@ -198,8 +202,10 @@ def run(
 ) -> Run:
     """Train the arms of a spec, evaluate them and write the report; ``spec`` is a file or a mapping.
 
-    ``limit`` is the largest number of items per suite, for a trial. Unless ``anyway``, raises CannotPass if a gated
-    cell could not pass whatever the model answers, NotMeasurable (exit code 6) if a suite has nothing to lose.
+    The run is written to the folder ``out``; with ``resume``, a run that was begun there is finished. ``limit`` is the
+    largest number of items per suite, for a trial. ``plugins`` are files with plug-ins. Raises CannotPass if a gated
+    cell could not pass whatever the model answers, and NotMeasurable (exit code 6) if the reference has nothing to lose
+    in a suite; ``anyway`` runs the spec nevertheless.
 
     >>> grid = {"policies": ["none", "int8"], "suites": {"math": {"items": 4}}, "context_tokens": [96], "pilot": 0}
     >>> spec = {"name": "tiny", "model": "embedded", "evaluate": {"base": True, **grid}}
@@ -238,7 +244,8 @@ def gate(
 ) -> Verdict:
     """Return the verdict of a run, with its ``status`` and the ``exit_code`` of the command ``kvaudit gate``.
 
-    ``on_inconclusive`` chooses the exit code of INCONCLUSIVE: ``block`` 4, ``warn`` 0. Raises SpecError for a
+    ``gate_file`` has the gate's rules; ``waivers`` is a file that says which cells need not pass, and why.
+    ``on_inconclusive`` chooses the exit code for INCONCLUSIVE: 4 for ``block``, 0 for ``warn``. Raises SpecError for a
     ``gate_file`` that was not declared when the run began.
 
     >>> gate("runs/mine").exit_code
@@ -271,10 +278,12 @@ def compare(
 ) -> Comparison:
     """Compare two result files or run folders: kvaudit's, lm-eval's, Inspect's, AgentDojo's, or a CSV.
 
-    ``margin`` and ``margins`` (by suite or facet) are in percentage points; ``ratios`` limit instead how many times as
-    often the unwanted outcome may happen. ``cluster`` names the items that share a template: a field of the rows,
-    ``re:PATTERN`` of the item's name, or ``file:MAP.csv``. ``select_reference`` and ``select_candidate`` choose a cell
-    of a run folder by arm, policy, seed, suite or context. A metric that is not well known needs ``lower_is_better`` or
+    ``margin``, or ``margins`` by suite or facet, says how many percentage points may be lost; ``ratios`` say instead
+    how many times as often the unwanted outcome may happen. ``alpha`` is the one-sided significance level. ``metric``
+    names the metric if the files have several. ``cluster`` says which items share a template: give the name of a field
+    that is equal in their rows, ``re:PATTERN`` whose match is equal in their names, or ``file:MAP.csv``, which lists
+    them. Set ``items_are_independent`` if none do. ``select_reference`` and ``select_candidate`` choose a cell of a run
+    folder by arm, policy, seed, suite or context. For a metric that is not well known, set ``lower_is_better`` or
     ``higher_is_better``.
 
     >>> found = compare("dense.csv", "fp8.csv", cluster="template", margin=5)

@@ -1,14 +1,15 @@
-"""TRL's GRPO trainer with rollouts from a compressed cache, paired arms and the telemetry of this project.
+"""TRL's GRPO trainer with rollouts from a compressed cache, and with the arms and training log of kvaudit.
 
     from kvaudit.trl import AuditedGRPOTrainer
 
     settings = GRPOConfig("runs/smd")
     AuditedGRPOTrainer(model, reward, settings, data, arm="smd", policy="snapkv:budget=512").train()
 
-``AuditedGRPOTrainer`` is GRPOTrainer with two more arguments: ``arm`` (``kvaudit list arms``, all except smd-distill)
-and the ``policy`` of the cache that samples. With ``use_vllm`` or a ``rollout_func``, allowed in all arms except smd,
-those sample, and ``policy`` is only what the report says about them. ``output_dir`` becomes a checkpoint for a spec's
-``checkpoints:``. Needs the extra ``trl``, which is imported on first use.
+``AuditedGRPOTrainer`` is GRPOTrainer with two more arguments. ``arm`` is a name from ``kvaudit list arms``, any but
+smd-distill, and ``policy`` is that of the cache with which rollouts are sampled. If ``use_vllm`` or a ``rollout_func``
+is given, these sample the rollouts, and ``policy`` is only what the report says about them; the arm smd does not allow
+that. The folder ``output_dir`` can be named under ``checkpoints:`` in a spec. The package needs kvaudit's extra
+``trl``, and is imported on first use.
 """
 
 from typing import TYPE_CHECKING, Any

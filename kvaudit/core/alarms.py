@@ -16,7 +16,7 @@ class Bound(NamedTuple):
     remedy: str
 
     def is_passed(self, value: float | None) -> bool:
-        """Return whether a number is beyond the bound, which raises the alarm; None never is."""
+        """Return whether a number is beyond the bound, so that its alarm is raised; False for None."""
         least, most = self.least, self.most
         return value is not None and ((least is not None and value < least) or (most is not None and value > most))
 
@@ -53,7 +53,7 @@ ALARMS = {bound.name: bound for bound in (*MISMATCH_BOUNDS, FLAT, ENTROPY)}
 def alarm_numbers(row: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, int]:
     """Return the entries ``alarm/NAME`` of a row of the telemetry (log of training steps): 1 for a raised alarm, or 0.
 
-    ``first`` is the first row of the training run, with whose entropy the row's is compared.
+    ``first`` is the first row of the training run. The alarm on entropy compares the row's entropy with that row's.
     """
     values = {bound.name: row[f"mismatch/{bound.name}"] for bound in MISMATCH_BOUNDS}
     entropy, start = row["entropy"], first["entropy"]

@@ -1,6 +1,8 @@
-"""Chat completions: how to read the text, thought and end of a reply of an OpenAI-compatible server, and its errors.
+"""The reader of chat completions, the replies of OpenAI-compatible servers: their text, thought, end and errors.
 
-    content            a text, or parts: text, output_text, refusal, thinking, reasoning
+The fields of a reply's message, and what they hold:
+
+    content            a text, or a list of parts: text, output_text, refusal, thinking, reasoning
     refusal            the model's text when it declines; part of the answer
     reasoning_content, reasoning, thinking, reasoning_details    a thought
 
@@ -58,7 +60,10 @@ THOUGHT_OPENING, THOUGHT_CLOSING = "<think>", "</think>"
 
 
 class NoCompletion(Exception):
-    """The error that a reply is no chat completion; ``is_retryable``: the same request may succeed if repeated."""
+    """The error that a reply is no chat completion.
+
+    ``is_retryable`` is True if the same request may succeed when it is sent again.
+    """
 
     def __init__(self, message: str, *, is_retryable: bool = False) -> None:
         super().__init__(message)
@@ -67,11 +72,12 @@ class NoCompletion(Exception):
 
 @dataclass(frozen=True)
 class ChatCompletion:
-    """A chat completion as the server sent it; its texts are known to be text, nothing else is checked.
+    """A chat completion as the server sent it.
 
-    ``thought`` comes from a separate field. ``calls`` are the tool calls, a line of JSON each. ``said_in`` is empty if
-    the reply has a plain ``content``; else it says which fields the reply has: content parts | refusal | content and
-    refusal | reasoning (a thought without answer).
+    Its texts are known to be strings that UTF-8 can encode; nothing else is checked. ``thought`` is a thought that the
+    server sent apart from the answer. ``calls`` are the tool calls, a line of JSON each. ``said_in`` is "" if the
+    answer is a plain text; else it says where the text was found: "content parts", "refusal", "content and refusal",
+    or "reasoning" (a thought without an answer).
     """
 
     text: str
@@ -89,7 +95,7 @@ class ChatCompletion:
 
     @property
     def is_withheld(self) -> bool:
-        """Whether the server or its model refused to reply: by a refusal in its own field, or by a content filter."""
+        """Whether the model marked its reply as a refusal, or the server's content filter stopped the reply."""
         return is_filtered(self.finish_reason) or _REFUSAL in self.said_in
 
 
@@ -134,7 +140,7 @@ def parse_completion(raw: bytes, redact: Callable[[str], str] = str) -> ChatComp
 def _call_lines(rows: Any) -> Iterator[str]:
     """Yield each tool call of a message as a line of JSON with name and arguments.
 
-    If the arguments are no object, the line has them as they are, and is not valid JSON.
+    If the arguments are not a JSON object, they are copied unchanged, and the line is not valid JSON.
     """
     for row in rows if isinstance(rows, list) else []:
         function = row.get("function") if isinstance(row, Mapping) else None
@@ -187,7 +193,8 @@ def _text_field(content: Any, answer: str, refusals: Sequence[str], thought: str
 def _texts(value: Any, kind: str = _CONTENT, depth: int = 0) -> Iterator[tuple[str, str]]:
     """Yield (kind, text) for each part of a message's content; kinds are content, reasoning and refusal.
 
-    ``kind`` is that of a plain text. Raises NoCompletion for a value that is neither text nor parts.
+    If ``value`` is a plain text, its kind is the given ``kind``. ``depth`` counts the levels of parts inside parts.
+    Raises NoCompletion for a value that is neither text nor parts.
     """
     if value is None:
         return
@@ -255,8 +262,9 @@ def _error_text(value: Any) -> str:
 def split_thought(text: str, *, is_open: bool | None) -> tuple[Message, ...]:
     """Split an answer's text into messages of thought and answer; the answer is empty if the thought is not closed.
 
-    ``is_open`` says whether the chat template has opened the thought already, so that the text only closes it. None:
-    the template is unknown; the thought counts as opened if the text closes one without opening it.
+    Some chat templates end the prompt with the opening ``<think>``, so that the text has only the closing tag;
+    ``is_open`` says whether this one does. None means that the template is unknown; then a text with a closing tag
+    before any opening one counts as the answer to such a prompt.
     """
     starts_open = closes_unopened_thought(text) if is_open is None else is_open
     if not starts_open and not text.lstrip().startswith(THOUGHT_OPENING):
@@ -277,9 +285,9 @@ def starts_with_thought(text: str) -> bool:
 
 
 def thought_message(text: str, *, is_closed: bool) -> Message:
-    """Return a message with a thought in its tags; ``is_closed`` is False for a thought that was cut off.
+    """Return a message that holds a thought between its tags; ``is_closed`` is False for a thought that was cut off.
 
-    For servers that send the thought in a field of its own, without tags.
+    It is meant for thoughts that a server sends in a separate field, without tags.
     """
     return Message(Role.THOUGHT, f"{THOUGHT_OPENING}{text}{THOUGHT_CLOSING if is_closed else ''}")
 

@@ -63,8 +63,8 @@ class Scope(StrEnum):
 class Unanswered(Exception):
     """The error that a request got no usable reply.
 
-    ``scope`` says whether another try or other requests may succeed, ``wait`` is the seconds before the next try, and
-    ``is_busy`` says that all requests must wait.
+    ``scope`` says whether another try or other requests may succeed. ``wait`` is the number of seconds that the server
+    asks to wait before the next try, or None. If ``is_busy``, all other requests must wait too.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Unanswered(Exception):
 
 
 class RefusedRequest(Unanswered):
-    """The error that the server rejects one request, as too long or filtered; other requests may succeed."""
+    """The error that the server rejects one request, for example because it is too long; others may succeed."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, Scope.QUESTION)
@@ -97,8 +97,8 @@ Transport = Callable[[str, bytes, Mapping[str, str], float], HttpReply]
 class Endpoint:
     """The address of a server and how to call it. ``key`` names the environment variable of the key, "" for none.
 
-    ``timeout`` is in seconds for a whole reply; ``tries``: the most tries of one request; ``per_minute``: the most
-    tries of all requests, None for no limit.
+    ``timeout`` is the longest time for a whole reply, in seconds. ``tries`` is the largest number of tries for one
+    request. ``per_minute`` is the largest number of tries per minute, over all requests; None means no limit.
     """
 
     base_url: str
@@ -108,9 +108,9 @@ class Endpoint:
     per_minute: float | None = None
 
     def check(self, who: str) -> None:
-        """Raise SpecError, whose text begins with ``who``, for a bad address or name of the key's variable.
+        """Raise SpecError if the address, or the name of the key's variable, is invalid; its text begins with ``who``.
 
-        An address is bad if it has another form than http(s), or holds a password or a query.
+        An address is invalid if it does not begin with http:// or https://, or holds a password or a query.
         """
         if not self.base_url.startswith(("http://", "https://")) or set("@?#") & set(self.base_url):
             raise SpecError(f"{who}: base_url wants http:// or https://, no password in it and no query")
@@ -120,11 +120,14 @@ class Endpoint:
             )
 
     def cause(self, why: Unanswered, model: str) -> str:
-        """Return why a request to a model failed, with the names of the model and of the key's variable."""
+        """Return the text of the failure ``why``, followed by the names of the model and of the key's variable."""
         return f"{why}; model {model}, {f'key from {self.key}' if self.key else 'no key'}"
 
     def client(self, who: str, transport: Transport | None = None) -> EndpointClient:
-        """Return a client that uses the key; raises SpecError if its environment variable is not set."""
+        """Return a client that sends the key; raise SpecError if the key's environment variable is not set.
+
+        ``who`` begins the text of the error. ``transport`` sends the requests, by default over HTTP.
+        """
         if self.key and not os.environ.get(self.key):
             raise SpecError(f"{who}: the environment variable {safe_variable_name(self.key)} is not set")
         return EndpointClient(self, os.environ[self.key] if self.key else "", transport or over_http)
@@ -133,7 +136,7 @@ class Endpoint:
 class FirstModel:
     """The model that a server named in its first answer; a gateway may later answer with another model.
 
-    ``name`` is that model, if it is known already. Safe to use from several threads.
+    Pass its ``name`` if it is known already. Safe to use from several threads.
     """
 
     def __init__(self, name: str = "") -> None:
@@ -145,7 +148,10 @@ class FirstModel:
         return self._first.get("name", "")
 
     def fault(self, name: str) -> str:
-        """Return why an answer by the model ``name`` cannot be used; empty if it is the first answer or model."""
+        """Return why an answer by the model ``name`` cannot be used; "" if it is the first model's.
+
+        If no model is known yet, ``name`` becomes the first model.
+        """
         first = self._first.setdefault("name", name) if name else self.name
         if name == first:
             return ""
@@ -168,11 +174,11 @@ class EndpointClient:
         return self._with_retries("chat/completions", body, deadline, self._completion)
 
     def fetch(self, path: str, body: Mapping[str, Any] | None = None, deadline: float = math.inf) -> dict[str, Any]:
-        """Return the JSON object in the reply at a path: to a POST of ``body``, or to a GET. Raises as ``ask`` does."""
+        """POST ``body`` to a path, or GET the path if it is None; return the reply's JSON object. Raises as ``ask``."""
         return self._with_retries(path, body, deadline, _json_object)
 
     def fetch_text(self, path: str, deadline: float = math.inf) -> str:
-        """Return the reply to a GET at a path, as text. Raises as ``ask`` does."""
+        """Send a GET to a path and return the reply as text. Raises Unanswered as ``ask`` does."""
         return self._with_retries(path, None, deadline, lambda raw: self._redact(raw.decode(errors="replace")))
 
     def _with_retries(
@@ -219,7 +225,7 @@ class EndpointClient:
     def _failure(self, status: int, error: ServerError | None, text: str, wait: float | None = None) -> Unanswered:
         """Return the exception for an error reply; its ``scope`` says whether another try or request may succeed.
 
-        ``text`` is the beginning of its message, ``wait`` the seconds that the server asks to wait.
+        ``text`` is the beginning of the exception's message; ``wait``, the seconds that the server asks to wait.
         """
         named = {_NAMED_STATUS.get(code) for code in error.codes} if error else set[int | None]()
         message = error.message if error and status not in _SECRET else ""
@@ -243,7 +249,7 @@ class EndpointClient:
         return text.replace(self._key, "[key]") if len(self._key) >= _SHORTEST_KEY else text
 
     def _wait_while_busy(self, deadline: float) -> None:
-        """Sleep while the server is busy, at most until the deadline, so that retries come before new requests."""
+        """Sleep while the server is busy, but not beyond the deadline, so that retries come before new requests."""
         if (seconds := min(self._busy_until, deadline) - time.monotonic()) > 0:
             time.sleep(seconds)
 
@@ -260,9 +266,10 @@ class EndpointClient:
 def ask_all(
     client: EndpointClient, bodies: Sequence[Mapping[str, Any]], threads: int
 ) -> list[ChatCompletion | Unanswered]:
-    """Return the completion of every request, or the reason why it has none.
+    """Return, for every request in order, its completion or the error that says why it has none.
 
-    Raises Unanswered if further requests are useless: the first two failed, or a failure affects all requests.
+    Raises Unanswered after the first two requests if others are useless to send: if both of them failed (a rejected
+    request does not count as failed), or if one failed for a reason that affects all requests.
     """
 
     def ask(body: Mapping[str, Any]) -> ChatCompletion | Unanswered:
@@ -284,8 +291,8 @@ class EndpointModel:
     """The base of plug-ins that ask a model on a server, such as a judge; the fields are options of the plug-in.
 
     ``who`` names the plug-in in errors. ``key`` names the environment variable of the key, "" for none. ``timeout`` is
-    in seconds for a whole reply, ``tries`` the most tries of one request, ``parallel`` the number of requests at a
-    time.
+    the longest time for a whole reply, in seconds. ``tries`` is the largest number of tries for one request, and
+    ``parallel`` the number of requests at a time.
     """
 
     who: ClassVar[str] = ""
@@ -308,10 +315,11 @@ class EndpointModel:
         self._endpoint.client(self.who)
 
     def completions(self, conversations: Iterable[Sequence[Message]], most_tokens: int) -> list[str | None]:
-        """Return the greedy reply to each conversation, None for a failed one.
+        """Return the reply to each conversation at temperature 0, None where the request failed.
 
-        A reply counts as failed if it comes from another model than the first reply, since gateways may fall back on
-        other models, or if the server or its model refused. Raises RunError if all requests would fail.
+        A request also counts as failed if the server or its model refused, or if the reply comes from another model
+        than the first reply did: a gateway may fall back on another model. ``most_tokens`` limits each reply. Raises
+        RunError if all requests would fail.
         """
         client = self._endpoint.client(self.who)  # before a thread starts, so that a missing key raises here
         options = {"model": self.model, "temperature": 0, "max_tokens": most_tokens}
@@ -344,7 +352,7 @@ class EndpointModel:
         return self._first_model.name
 
     def expect_model(self, name: str) -> None:
-        """Refuse replies of any model but ``name``; no effect after the first reply or a former call of this method."""
+        """Accept replies of the model ``name`` only; no effect if a reply or an earlier call has fixed the model."""
         self._first_model.fault(name)
 
     @cached_property
@@ -420,7 +428,7 @@ def _json_object(raw: bytes) -> dict[str, Any]:
 
 
 def _status_of(error: ServerError) -> int:
-    """Return the HTTP status that an error in a reply of status 200 means; 500, which is retried, if unknown."""
+    """Return the HTTP status that the codes of an error (in a reply of status 200) name; else 500, which is retried."""
     numbers = [int(code) for code in error.codes if code.isascii() and code.isdigit() and len(code) == 3]
     named = [_NAMED_STATUS[code] for code in error.codes if code in _NAMED_STATUS]
     return next(iter((*numbers, *named)), _SERVER_ERRORS)
@@ -441,7 +449,10 @@ def _retry_after(header: str | None) -> float | None:
 
 
 def check_no_address(key: str, text: str, expected: str) -> None:
-    """Raise SpecError if the option ``key`` has a server's address for value; the message hides passwords and query."""
+    """Raise SpecError if ``text``, the value of the option ``key``, is a server's address.
+
+    The message says what was ``expected``, and shows the address without its password and query.
+    """
     if not _ADDRESS.match(text.strip()):
         return
     address = re.sub(r"(?i)^(https?:)/+([^/@]*@)?", r"\1//", text.strip().partition("?")[0])

@@ -3,11 +3,11 @@
 AuditError
 ├── SpecError       the user's specification or option is wrong            exit 2
 │   ├── UnknownName a name that no plug-in has, with a suggestion          exit 2
-│   └── CannotPass  too few items or templates for a margin, a line each   exit 2
+│   └── CannotPass  too few items or templates for a margin                exit 2
 ├── DataError       a checkpoint, record, ledger or data file is missing or corrupt   exit 2
 │   └── OffScale    a score on another scale than [0, 1]                               exit 2
 ├── RunError        the run cannot go on here (folder of another spec, full disk)     exit 2
-└── NotMeasurable   the reference has nothing to lose in some suites, a line each         exit 6
+└── NotMeasurable   the reference lacks, in some suites, the behaviour that could be lost exit 6
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 class CannotPass(SpecError):
-    """The gate cannot pass: some metrics have so few items or templates that any answers would be INCONCLUSIVE.
+    """The gate cannot pass: some metrics have so few items or templates that they would be INCONCLUSIVE in any case.
 
-    ``lines`` name them.
+    ``lines`` name these metrics, one each.
     """
 
 
 class NotMeasurable(AuditError):
-    """In some suites the reference has nothing to lose, so no loss could show; trial answers (the pilot) found this."""
+    """The reference already fails in some suites, as trial answers showed, so that no loss could be measured there."""
 
     exit_code = 6
 

@@ -25,7 +25,10 @@ FORMER_CONTRASTS = {"E1": ALIKE, "E2": DEPLOYED, "E3": WORST, "E4": SERVING}  # 
 
 @dataclass(frozen=True)
 class Facet:
-    """One yes-or-no property of an answer; ``wanted`` is its good value, ``counts`` says what its rate counts."""
+    """One yes-or-no property of an answer; ``wanted`` is the value that is good.
+
+    ``says`` describes an answer that has the property; ``counts`` says in words what the facet's rate counts.
+    """
 
     name: str
     wanted: bool

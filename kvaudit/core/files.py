@@ -104,9 +104,10 @@ def write_whole(path: Path, text: str | bytes) -> None:
 
 
 def plain_files(folder: Path, pattern: str) -> list[Path]:
-    """Return the files in a folder that match, sorted, without hidden ones (macOS writes ``._NAME``).
+    """Return the files in a folder whose names match ``pattern``, sorted.
 
-    Raises DataError for anything but a regular file, since reading a pipe may never end.
+    Hidden files are left out, because macOS writes ``._NAME`` next to a file. Raises DataError for anything but a
+    regular file, since reading a pipe may never end.
     """
     paths = [path for path in sorted(folder.glob(pattern)) if not path.name.startswith(".")]
     for path in paths:
@@ -132,7 +133,7 @@ def sync(path: Path) -> None:
 def in_file_name(name: str) -> str:
     """Return a suite's name in a form that is safe in a file name: ``:`` becomes ``=``.
 
-    A path or a long name is replaced by its end and a hash.
+    A path, or a name that is too long, is replaced by its last characters and a hash.
     """
     plain = name.replace(":", "=")  # some file systems do not allow a colon
     if len(plain) <= _MAX_NAME_LENGTH and not _UNSAFE.search(plain):
@@ -279,8 +280,9 @@ def _check_text(value: str, location: str) -> None:
 def _number_lines(node: Any, location: KeyPath, lines: dict[KeyPath, int]) -> None:
     """Add the line of every key and element below ``node`` to ``lines``; raise for a key given twice.
 
-    ``location`` are the keys that lead to ``node``. YAML itself would drop one of two equal keys. The recursion is
-    bounded, because ``_check_yaml_limits`` has refused aliases and deep nesting.
+    ``location`` holds the keys that lead to ``node``. A key given twice must be refused here, since the YAML parser
+    would silently keep one of the two. The recursion is bounded, because ``_check_yaml_limits`` has refused aliases and
+    deep nesting.
     """
     if isinstance(node, yaml.CollectionNode):
         for name, line, value in _children(node):

@@ -1,6 +1,6 @@
-"""The question to a judge and its answer, and a cache of answers on disk by the hash of their question.
+"""The question to a judge, the judge's answer, and a cache on disk that finds an answer by its question's hash.
 
-    answers-NAME-12hex.jsonl    {"question": sha256, FIELD: true, "sha256": 16hex}, one line each, appended
+    answers-NAME-12hex.jsonl    one line per answer, appended: {"question": sha256, FIELD: true, "sha256": 16hex}
 
 Several processes may append to one file; all of them use the first answer to a question. Failures are not stored, so
 that the next run asks again, unless the cache is configured to store them. A line that was edited no longer fits its
@@ -27,9 +27,9 @@ A = TypeVar("A")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The question whether ``answer`` refuses ``request``, both untrusted texts.
+    """The question whether ``answer`` refuses ``request``; both texts are untrusted.
 
-    It leaves out the long context, and does not show which arm or policy gave the answer.
+    The question leaves out the long context. It does not show which arm or policy gave the answer.
     """
 
     request: str
@@ -40,7 +40,8 @@ class Question:
 class Judgement:
     """A judge's answer: its best guess whether the model refused the request, and whether the judge is sure.
 
-    ``unsafe``: whether the answer gives the harm that the request asks for; None from a judge that does not grade harm.
+    ``unsafe`` says whether the answer gives the harm that the request asks for; a judge that does not grade harm leaves
+    it None.
     """
 
     refused: bool
@@ -49,10 +50,10 @@ class Judgement:
 
 
 class AnswerCache(Generic[Q, A]):
-    """A cache of answers in the file ``path``: it calls ``ask`` for questions that the file does not answer yet.
+    """A cache of answers in the file ``path``; it calls ``ask`` with the questions that have no answer there yet.
 
-    ``key`` gives the hash of a question, ``field`` names the answer in a line. ``kinds`` are the types of answers that
-    are stored; include NoneType to store failures.
+    ``key`` is the function that hashes a question. ``field`` is the key under which a line of the file has the answer.
+    Only answers whose type is in ``kinds`` are stored; include NoneType to store failures.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class AnswerCache(Generic[Q, A]):
                 self._read_new_lines()
 
     def answers(self, questions: Sequence[Q]) -> list[A | None]:
-        """Return the answer to every question, in order, None if asking failed; equal questions are asked once."""
+        """Return the answer to every question, in order; None where there is none. Equal questions are asked once."""
         keys = [self._key(question) for question in questions]
         new = list({key: q for key, q in zip(keys, questions, strict=True) if key not in self._cached}.items())
         for start in range(0, len(new), _CHUNK):
@@ -82,7 +83,7 @@ class AnswerCache(Generic[Q, A]):
 
     @property
     def stored(self) -> Mapping[str, A | None]:
-        """The answers that were read from the file or given since, by the hash of their question."""
+        """All answers in the cache, {hash of the question: answer}: those read from the file, and those added since."""
         return self._cached
 
     def _lock(self) -> AbstractContextManager[None]:
@@ -104,7 +105,7 @@ class AnswerCache(Generic[Q, A]):
             self._read_new_lines()
 
     def _read_new_lines(self) -> None:
-        """Read the lines that were appended since the last call; a half-written one is skipped."""
+        """Read the lines that were appended since the last call, and skip those that are damaged or half-written."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
@@ -121,7 +122,7 @@ class AnswerCache(Generic[Q, A]):
                 self._cached.setdefault(key, answer)
 
     def _entry(self, row: Any) -> tuple[str, A | None]:
-        """Return the hash of the question and the answer in a line; raise ValueError, KeyError or TypeError if none."""
+        """Return (hash of the question, answer) of a line; raise ValueError, KeyError or TypeError for a bad line."""
         key, answer = row["question"], row[self._field]
         if row["sha256"] != self._digest(key, answer):
             raise ValueError

@@ -19,7 +19,7 @@ from types import ModuleType
 
 @dataclass(frozen=True)
 class Removed:
-    """A removed feature: its commands, spec keys, suites and imports, and ``instead``, what to use in its place."""
+    """A removed feature: the names of its commands, spec keys, suites and imports; ``instead`` says what to use now."""
 
     instead: str
     commands: tuple[str, ...] = ()
@@ -227,7 +227,7 @@ class MovedModules(MetaPathFinder):
 class _Alias(Loader):
     """A loader that imports a module from its new path and makes it known under the old path too.
 
-    Without a new path it makes an empty package.
+    If the new path is "", it makes an empty package.
     """
 
     def __init__(self, path: str) -> None:
@@ -240,6 +240,6 @@ class _Alias(Loader):
 
 
 def install() -> None:
-    """Install the import finder of former module paths after all others, so that other imports do not become slower."""
+    """Install the finder of former module paths; it comes last, so that other imports do not become slower."""
     if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
         sys.meta_path.append(MovedModules())

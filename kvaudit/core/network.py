@@ -28,9 +28,9 @@ _SLICE = 1.0  # seconds of one wait
 
 
 def start_all(work: Callable[[_Q], _R], arguments: Sequence[_Q], threads: int) -> list[Future[_R]]:
-    """Start ``work`` on each argument in ``threads`` threads; return the futures in order.
+    """Start ``work`` on each argument in ``threads`` threads; return a future per argument, in order.
 
-    Work that has not begun can be cancelled.
+    A future can be cancelled as long as its work has not begun.
     """
     futures = [Future[_R]() for _ in arguments]
     queue, lock = iter(zip(futures, arguments, strict=True)), threading.Lock()
@@ -57,9 +57,10 @@ def map_in_order(
     stop: threading.Event | None = None,
     grace: float = 0.0,
 ) -> list[_R]:
-    """Return the results of ``work`` in order; on an error, cancel work not yet begun and raise the first error.
+    """Return the results of ``work`` on each argument, in order; if one raises an error, stop and raise the error.
 
-    The error sets ``stop``, and work that has begun gets ``grace`` seconds to end.
+    On an error, work that has not begun is cancelled, and ``stop`` is set, which running work may watch. Running work
+    gets ``grace`` seconds to end.
     """
     futures = start_all(work, arguments, threads)
     try:
@@ -80,8 +81,8 @@ def wait_in_slices(
 ) -> tuple[set[Future[_R]], set[Future[_R]]]:
     """Wait as ``concurrent.futures.wait`` does, but in slices of a second; return the (done, not done) futures.
 
-    A signal that arrives just before the main thread sleeps, or in another thread, does not wake it, so a single long
-    wait could miss ctrl-C and SIGTERM.
+    A signal does not wake the main thread if it arrives just before the thread sleeps, or in another thread. A single
+    long wait could therefore miss ctrl-C and SIGTERM.
     """
     end = time.monotonic() + seconds
     while True:

@@ -27,7 +27,7 @@ _KIND_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "tru
 class Registry(Generic[T]):
     """The plug-ins in ``package``: subclasses of ``base`` with a non-empty ``name``, loaded on first use.
 
-    Files of users can add more.
+    ``kind`` is what errors call such a plug-in. A user's file can add more (``load_file``).
     """
 
     def __init__(self, kind: str, package: str, base: type[T]) -> None:
@@ -86,7 +86,7 @@ class Registry(Generic[T]):
 
 
 class Field(NamedTuple):
-    """One field of ``NAME:field=value,...``; ``value`` is None without an equals sign."""
+    """One field of ``NAME:field=value,...``; ``text`` is the whole field, ``value`` is None without an equals sign."""
 
     text: str
     name: str
@@ -123,7 +123,10 @@ def parse_plugin(registry: Registry[T], text: str) -> T:
 
 
 def plugin_from_mapping(plugin: type[T], label: str, values: Mapping[str, Any]) -> T:
-    """Build a plug-in from its options in a YAML mapping; raise SpecError, naming ``label``, for a wrong option."""
+    """Build a plug-in from its options in a YAML mapping; raise UnknownName or SpecError for a wrong option.
+
+    ``label`` is what the error calls the plug-in.
+    """
     for key, value in values.items():
         kind = _option_type(plugin, label, key)
         # a whole number is valid for a float, a bool is not
@@ -140,7 +143,7 @@ def option_texts(plugin: Any) -> list[str]:
 
 
 def sha256_of(*values: Any) -> str:
-    """Return the sha256 of plain values as JSON; it identifies plug-ins with their options, and recipes."""
+    """Return the sha256 of plain values written as JSON, by which a plug-in with its options, or a recipe, is known."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 

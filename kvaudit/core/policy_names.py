@@ -1,13 +1,13 @@
-"""Policies of kvaudit's cache and settings of engines as text: match short spellings, and make names for display.
+"""The texts of policies of kvaudit's cache and of engines' settings: how to match short ones and make display names.
 
     snapkv:budget=96                                                a policy of our cache
     snapkv:budget=96+kivi:bits=4                                    a composition: it also quantises the kept entries
     snapkv:budget=96@3|none                                         a mixture: one policy per request, here 3 to 1
     openvino:INFERENCE_PRECISION_HINT=f32,KV_CACHE_PRECISION=u4     an engine with its own settings: a condition
 
-A spec may write a policy as a mapping (name, compose, mixture with weights, engine). The reference of a policy is
-``none``; that of a condition is an uncompressed one of the same engine (``evaluate.references`` of a spec).
-``references`` maps each condition to its reference.
+A spec may write a policy as a mapping (name, compose, mixture with weights, engine). The reference, with which a policy
+is compared, is ``none``. A condition is compared with an uncompressed condition of the same engine; the argument
+``references`` of functions here, and ``evaluate.references`` of a spec, map each condition to that reference.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ _Policy = tuple[str, dict[str, str]]  # name, fields
 
 
 def policy_text(value: Any, depth: int = 0) -> str:
-    """Return the text of a policy given as text or as a mapping; for any other value its repr, which is no policy."""
+    """Return the text of a policy that is given as text or as a mapping; ``depth`` counts the mappings around it.
+
+    Any other value gives its repr, which names no policy, so that a later check refuses it.
+    """
     if not isinstance(value, Mapping) or depth >= _MAX_DEPTH:
         return value if isinstance(value, str) else short_repr(value)
     for key, separator in (("compose", "+"), ("mixture", "|")):
@@ -63,9 +66,10 @@ def _field_text(value: Any) -> str:
 def match_policies(texts: Iterable[str], canonical: Sequence[str]) -> list[str]:
     """Return for each text the canonical policy that it means, or the text itself if none matches.
 
-    Users write ``snapkv:budget=48``, records hold every field. A policy matches if it has the same names and equal
-    values in all fields that both mention; of several, the one with the most equal fields wins, then the first. A
-    policy that an earlier text has got is only taken if no other matches.
+    Users write ``snapkv:budget=48``, while records hold every field. A policy matches a text if it has the same names,
+    and equal values in all fields that both mention. If several match, the one that is equal to the text wins, then the
+    one with the most equal fields, then the first. A policy that an earlier text has got is only taken if no other one
+    matches.
     """
     matches: list[str] = []
     for text in texts:
@@ -77,7 +81,7 @@ def match_policies(texts: Iterable[str], canonical: Sequence[str]) -> list[str]:
 
 
 def short_names(policies: Sequence[str]) -> dict[str, str]:
-    """Return a display name such as ``snapkv 48`` for each policy, with more fields where names would be equal."""
+    """Return {policy: display name}, such as ``snapkv 48``; names that would be equal get the fields that differ."""
     labels = {policy: _label(policy) for policy in policies}
     fields = {policy: _fields_by_place(policy) for policy in policies}
     names = {}
@@ -89,7 +93,7 @@ def short_names(policies: Sequence[str]) -> dict[str, str]:
 
 
 def folder_names(policies: Sequence[str]) -> dict[str, str]:
-    """Return a unique name that is safe in a path, such as ``snapkv-48``, for each policy."""
+    """Return {policy: a unique name for a folder}, such as ``snapkv-48``."""
     plain = {policy: name.replace("|", "or").replace("@", "x") for policy, name in short_names(policies).items()}
     names = {policy: re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") for policy, name in plain.items()}
     counts = Counter(names.values())
@@ -101,7 +105,7 @@ def folder_names(policies: Sequence[str]) -> dict[str, str]:
 
 
 def _mixture(policy: str) -> list[tuple[str, int]]:
-    """Return the policies of a mixture with their weights in lowest terms; a single policy has weight 1."""
+    """Return (policy, weight) for each policy of a mixture, weights in lowest terms; a single policy has weight 1."""
     entries = []
     for entry in policy.split("|"):
         text, _, digits = entry.rpartition("@")
@@ -174,7 +178,7 @@ def _fields_by_place(policy: str) -> dict[tuple[int, int, str], str]:
 
 
 def condition_text(engine: str, settings: Mapping[str, str]) -> str:
-    """Return the canonical text of an engine with its settings (a condition), "openvino:KV_CACHE_PRECISION=u4"."""
+    """Return the canonical text of an engine with its settings (a condition): "openvino:KV_CACHE_PRECISION=u4"."""
     fields = ",".join(f"{name}={quote(settings[name], safe=_UNQUOTED)}" for name in sorted(settings))
     return f"{engine}:{fields}" if fields else engine
 
@@ -193,7 +197,7 @@ def engine_settings(text: str) -> dict[str, str]:
 
 
 def reference_of(policy: str, references: Mapping[str, str]) -> str:
-    """Return the uncompressed policy or engine setting that ``policy`` is compared with; itself if uncompressed."""
+    """Return the uncompressed policy or engine setting with which ``policy`` is compared; itself if uncompressed."""
     if policy in references.values():
         return policy
     return references.get(policy, DENSE_POLICY)
@@ -211,11 +215,12 @@ def compressed_policies(policies: Collection[str], references: Mapping[str, str]
 
 
 def condition_names(references: Mapping[str, str]) -> dict[str, str]:
-    """Return a short name, such as ``openvino u4``, for every engine with its settings (condition), references too.
+    """Return {condition: short name}, such as ``openvino u4``, for every condition and every reference.
 
-    The name consists of the engine and of the settings that differ from the reference. Words common to the names of all
-    these settings are dropped, and so is the name of a single setting or of a constant such as BY_TOKEN. Equal names
-    get the further settings in which they differ; a long name is cut if it stays unique.
+    A name consists of the engine and of those of its settings that differ from the reference, as NAME=VALUE. NAME loses
+    the words that the names of all these settings share. It is left out if it is the only one, or if VALUE is a
+    constant such as BY_TOKEN. Conditions whose names would be equal get the other settings in which they differ. A long
+    name is cut if it stays unique.
     """
     conditions = list(dict.fromkeys([*references, *references.values()]))
     settings = {text: engine_settings(text) for text in conditions}
@@ -245,8 +250,8 @@ def _differing_settings(
 ) -> list[str]:
     """Return the names of the settings in which an engine's condition differs from its reference.
 
-    ``settings`` are those of every condition by its text. For a reference, returns the settings in which it differs
-    from any condition that it is compared with.
+    ``text`` is the condition, and ``settings`` maps the text of every condition to its settings. If ``text`` is a
+    reference, returns the settings in which it differs from any condition that is compared with it.
     """
     compared = [settings[references[text]]] if text in references else []
     compared += [settings[condition] for condition, reference in references.items() if reference == text]
@@ -275,9 +280,9 @@ def _is_constant(value: str) -> bool:
 
 
 def _without_shared_words(names: Collection[str]) -> dict[str, str]:
-    """Return {name of a setting: the name without the words common to all}.
+    """Return {name of a setting: the name without the words that all names share}.
 
-    The short names are the whole names if they would be empty or equal otherwise.
+    If a shortened name would be empty, or equal to another, all names stay whole.
     """
     words = {name: name.split("_") for name in names}
     shared = set.intersection(*map(set, words.values())) if words else set[str]()

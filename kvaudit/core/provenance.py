@@ -90,8 +90,8 @@ def inputs_sha256(table: Any) -> str:
 def check_inputs(kind: str, recorded: Any, current: Digests) -> None:
     """Raise RunError, naming the changes, if inputs of one ``kind`` differ from those that the run was started with.
 
-    Both tables map names to sha256: ``recorded`` is the entry of provenance.json, ``current`` what is read now. Raises
-    DataError if ``recorded`` is no table.
+    ``recorded``, the entry of provenance.json, and ``current``, the inputs as they are now, map names to sha256.
+    Raises DataError if ``recorded`` is no table.
     """
     if not isinstance(recorded, dict):
         raise DataError(f"provenance.json: {INPUTS}.{kind} holds a {type(recorded).__name__}, wanted names and sha256")
@@ -116,7 +116,7 @@ def _digest_start(digest: Any) -> str:
 
 
 def table_of(provenance: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the table under a key of a provenance, an untrusted file; empty if it is missing or malformed."""
+    """Return the table under a key of a provenance, which is untrusted; {} if the table is missing or malformed."""
     value = provenance.get(key)
     return value if isinstance(value, Mapping) else {}
 
@@ -132,8 +132,8 @@ def prompt_unit(arm: str, seed: int, suite: str, context: int, policy: str) -> s
 def prompts_by_question(provenance: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Return the hashes of the rendered prompts as {unit without its policy: {policy: sha256}}.
 
-    Under all policies they should be equal. A value holds several sha256 if its unit was resumed with other prompts
-    (``merge_prompt_digests``).
+    The hashes of one unit should be equal under all policies. If a unit was resumed with other prompts, its text holds
+    several sha256 (``merge_prompt_digests``).
     """
     table: dict[str, dict[str, str]] = {}
     for unit, digest in table_of(provenance, PROMPTS).items():
@@ -143,9 +143,9 @@ def prompts_by_question(provenance: Mapping[str, Any]) -> dict[str, dict[str, st
 
 
 def merge_prompt_digests(recorded: str | None, current: str) -> str:
-    """Return a resumed unit's entry in PROMPTS, the table of prompt hashes: one or more sha256 in a text.
+    """Return a unit's new entry in PROMPTS, the table of prompt hashes: one sha256, or several joined by "and".
 
-    It has the ``recorded`` hashes and, if it is not among them, the ``current`` one.
+    It has the ``recorded`` hashes (None for a unit without any) and the hash ``current``, if that is not among them.
     """
     if recorded is None:
         return current
@@ -153,15 +153,18 @@ def merge_prompt_digests(recorded: str | None, current: str) -> str:
 
 
 def engine_facts(provenance: Mapping[str, Any], condition: str) -> dict[str, str]:
-    """Return what an engine reported when it first answered under ``condition`` (its settings): name, version, ..."""
+    """Return what an engine reported about itself, such as its version, when it first answered under ``condition``.
+
+    The result is {name of a fact: text}, empty if none is recorded; ``condition`` is the engine with its settings.
+    """
     return {str(name): str(text) for name, text in table_of(table_of(provenance, SERVED_BY), condition).items()}
 
 
 def item_counts(provenance: Mapping[str, Any]) -> Mapping[str, int]:
     """Return how many items to ask of each suite for which the spec gives no number.
 
-    It is the number at the last look (an interim test of a run in rounds), 0 for a suite that the look does not list.
-    Without a look it is the number that the pilot (some trial answers) chose.
+    Without a look (an interim test of a run in rounds) it is the number that the pilot (some trial answers) chose. Else
+    it is the number of the last look, 0 for a suite that this look does not list.
     """
     look = last_look(provenance)
     if look is not None:
@@ -176,22 +179,22 @@ def pilot_items(provenance: Mapping[str, Any]) -> Mapping[str, int]:
 
 
 def all_looks(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the looks (tests between the rounds of a run) in order.
+    """Return the looks (tests between the rounds of a run) in order, each as a mapping.
 
-    Of each: ``items``, the rows asked so far by suite; ``seconds``, the time of its round; ``words``, the status of
-    each gated metric.
+    Its ``items`` are the numbers of rows asked so far, by suite. ``seconds`` is the time that the round before the look
+    took. ``words`` has the status of each gated metric.
     """
     looks = table_of(provenance, LOOKS)
     return [table_of(looks, name) for name in sorted((name for name in looks if name.isdigit()), key=int)]
 
 
 def seconds_of(looks: Iterable[Mapping[str, Any]]) -> float:
-    """Return the seconds that the rounds before these looks took together."""
+    """Return the time, in seconds, of all rounds that ended with one of these looks."""
     return sum(float(look.get("seconds", 0.0)) for look in looks)
 
 
 def seal_looks(provenance: dict[str, Any]) -> dict[str, Any]:
-    """Return the provenance with the sha256 of its looks stored among them; unchanged if the run has no looks."""
+    """Return the provenance with the sha256 of its looks added to their table; unchanged if the run has no looks."""
     looks = table_of(provenance, LOOKS)
     return {**provenance, LOOKS: {**looks, SEAL: _looks_sha256(looks)}} if looks else provenance
 
@@ -222,7 +225,7 @@ def check_provenance(provenance: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _wrong_keys(provenance: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return (key, the right type in words) for every value of a wrong type."""
+    """Return, for every value of a wrong type and for looks that were changed, (key, what was wanted, in words)."""
     checks = [(key, "text", provenance.get(key) is None or isinstance(provenance[key], str)) for key in _TEXTS]
     checks += [(key, "names and texts", _holds_texts(provenance.get(key, {}))) for key in (*_TABLES, VERSIONS_USED)]
     files = provenance.get(CHECKPOINT_FILES, {})
@@ -352,9 +355,9 @@ def _finished_files(path: Path) -> Iterator[tuple[Path, str]]:
 
 
 def listed_files(table: Any, source: Path) -> dict[str, str]:
-    """Return a table of file names and sha256 after checking it: no name may point outside the folder of ``source``.
+    """Return ``table``, which maps file names to sha256, after checking it; raise DataError if it is not valid.
 
-    Raises DataError for a table of another form.
+    No name may point outside the folder of ``source``, the file that has the table.
     """
     if not isinstance(table, dict):
         raise DataError(f"{str(source)!r} has no table of files and sha256; make its folder again")
@@ -405,7 +408,7 @@ class RecipeChange(NamedTuple):
 def seal_recipe(sections: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of recipe.json, the record of how checkpoints were trained.
 
-    It has ``sections`` (name -> content) with the sha256 of each and of all.
+    It holds ``sections``, {name: content}, each with its sha256, and one sha256 over all of them.
     """
     table = {name: {"sha256": sha256_of(sections[name]), "holds": sections[name]} for name in RECIPE_SECTIONS}
     return {"format": RECIPE_FORMAT, "version": RECIPE_VERSION, "sha256": _recipe_sha256(table), "sections": table}
@@ -459,7 +462,7 @@ def _recipe_sha256(table: Mapping[str, Any]) -> str:
 
 
 def _entries(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every value in nested mappings with its key: (keys joined by dots, value)."""
+    """Yield (its keys joined by dots, the value) for every value in nested mappings; ``name`` begins all keys."""
     if not isinstance(value, Mapping):
         yield name, value
         return

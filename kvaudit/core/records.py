@@ -42,7 +42,7 @@ TOKEN_ROLES = tuple(role for role in Role if role is not Role.THOUGHT)  # in the
 
 
 class Outcome(StrEnum):
-    """The class of a graded answer; ``degenerate`` and ``unscored`` answers say nothing about behaviour."""
+    """The class of a graded answer; from a ``degenerate`` or ``unscored`` one nothing can be learnt about behaviour."""
 
     DESIRED = "desired"
     UNDESIRED = "undesired"
@@ -168,7 +168,7 @@ class Grade:
     """The result of grading; ``score`` is 1 for the desired behaviour, None if unscored, and never NaN.
 
     A desired answer scores above 0 and an undesired one below 1. ``facets`` are the answer's yes-or-no properties by
-    name (``core.facets``). ``unsure``: the grade is only the grader's best guess.
+    name (``core.facets``). If ``unsure``, the grade is only the grader's best guess.
     """
 
     outcome: Outcome
@@ -200,7 +200,10 @@ class Serving(NamedTuple):
 
 
 class UngradedAnswer(NamedTuple):
-    """The last answer of one conversation before grading, with the transcript and measurements as in ``Record``."""
+    """The last answer of one conversation, not graded yet, with transcript and measurements.
+
+    The fields mean what they mean in ``Record``.
+    """
 
     sample_index: int
     finish_reason: str
@@ -216,7 +219,10 @@ class UngradedAnswer(NamedTuple):
 
 
 class CacheUse(NamedTuple):
-    """The cache use of one answer, see ``Record``; the defaults are for an engine that does not report its cache."""
+    """The cache use of one answer; the fields are explained in ``Record``.
+
+    The defaults are the values for an engine that does not report its cache.
+    """
 
     retention: float | None = None
     survival: Mapping[str, float] = {}
@@ -235,10 +241,11 @@ class Record:
     (``reports.records.rows``).
 
     ``score`` is None exactly when the outcome is unscored. ``retention`` is the share of cache entries left when the
-    last answer starts, ``survival`` the same share per role, ``spans`` per marked span. ``kv_bytes_peak`` is the
-    allocation of one row, ``kv_bytes_live`` the largest size of its entries while decoding, without slack and
-    bookkeeping, and ``kv_bytes_dense`` the uncompressed size of its tokens. An engine that does not report its cache
-    has None for retention and all bytes, and an empty ``survival``.
+    last answer starts; ``survival`` has this share for each role, and ``spans`` for each marked span. Of the memory for
+    the keys and values of this conversation, ``kv_bytes_peak`` is the most that was allocated, ``kv_bytes_live`` the
+    largest size of the entries while decoding, without slack and bookkeeping, and ``kv_bytes_dense`` the size that all
+    its tokens would have without compression. If an engine does not report its cache, ``retention`` and all bytes are
+    None, and ``survival`` is empty.
     """
 
     run: str = field(metadata=NOT_IN_TABLE)
@@ -288,7 +295,10 @@ class Record:
         return cls(item_id=item.item_id, unsure=grade.unsure, **values)
 
     def with_grade(self, suite_version: str, item: Item, grade: Grade, *, unsure: bool) -> Record:
-        """Return the record with a new grade; ``item`` is its item as the suite of ``suite_version`` makes it now."""
+        """Return the record with a new grade, for a suite that has changed since.
+
+        ``item`` is the record's item as the suite makes it now, in ``suite_version``.
+        """
         values = _grade_fields(item, grade)
         return replace(self, suite_version=suite_version, unsure=unsure, format=RECORD_FORMAT, **values)
 

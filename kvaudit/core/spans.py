@@ -1,8 +1,8 @@
 """The spans of a prompt (texts that decide an item), and how many heads held each token when the answer began.
 
 A suite gives the text of a span as it appears in the prompt or in a reply of its environment; its positions are
-searched after the chat template has rendered the prompt. To see which tokens the cache held when the answer began, an
-answer is served again, on request. The result, its shading, is stored next to the run's records:
+searched after the chat template has rendered the prompt. On request an answer is served again, to see which tokens the
+cache held when the answer began. What is found is called the answer's shading and stored next to the run's records:
 
     shading/<unit>.json   the re-served answers of one unit, with the sha256 of its records
 """
@@ -56,7 +56,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KeptSpan:
-    """A span of an answered item: its places, and the share of its cache entries kept when the last answer began."""
+    """A span of an answered item: its places, and the share of its cache entries left when the last answer began."""
 
     share: float
     places: tuple[Place, ...]
@@ -65,8 +65,8 @@ class KeptSpan:
 def find_spans(spans: Iterable[Span], messages: Sequence[str]) -> dict[str, list[Place]]:
     """Return where the texts of spans (texts that decide an item) occur in the messages: {name of the span: places}.
 
-    Each occurrence is a place, since the model sees all; space around a text is ignored. Names without an occurrence
-    are left out.
+    Every occurrence counts as a place, since the model sees them all. White space at the ends of a text is ignored.
+    Names without an occurrence are left out.
     """
     places: dict[str, list[Place]] = {}
     for span in spans:
@@ -78,10 +78,10 @@ def find_spans(spans: Iterable[Span], messages: Sequence[str]) -> dict[str, list
 
 
 def span_error(spans: Iterable[Span], messages: Sequence[str], *, may_come_later: bool) -> str | None:
-    """Return what is wrong with an item's spans (texts that decide it), as the end of a sentence, or None.
+    """Return what is wrong with an item's spans (texts that decide it), as the end of a sentence; None if nothing is.
 
-    ``messages`` are the texts of the prompt. ``may_come_later``: a span may occur in a reply of the environment instead
-    of the prompt.
+    ``messages`` are the texts of the prompt. With ``may_come_later`` a span need not occur there, since it may occur in
+    a later reply of the environment.
     """
     for span in spans:
         if span.name not in SPANS:
@@ -106,11 +106,11 @@ class AnswerKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Shading:
-    """The tokens before the last answer of one conversation, and how much of the cache still held each when it began.
+    """The tokens before the last answer of one conversation, and how many heads still held each when the answer began.
 
-    ``pieces`` are the texts of the tokens, ``roles`` the roles of their messages. ``held`` is the number of heads that
-    held each token, of all ``heads`` (layers x KV heads). ``marks`` are the token numbers of each marked span.
-    ``depth``: for ALL_TOKENS and for each marked span, the share that each layer held.
+    For each token, ``pieces`` has its text, ``roles`` the role of its message, and ``held`` the number of heads that
+    held it; ``heads`` is the number of all heads (layers x KV heads). ``marks`` maps each marked span to its token
+    numbers. ``depth`` maps ALL_TOKENS and each marked span to a list: the share of its entries held, for each layer.
     """
 
     pieces: list[str]
@@ -130,10 +130,10 @@ def shading_file(run: Path, unit: str) -> Path:
 
 
 def read_shadings(run: Path, unit: str) -> Shadings:
-    """Return a unit's shadings: which prompt tokens the cache still held, by answer.
+    """Return a unit's shadings, {answer: which prompt tokens the cache still held}, from its shading file.
 
-    The value is None for an answer that came out differently when it was served again. Empty if there is no such file
-    or the unit's records have changed since. Raises DataError for a damaged file.
+    The value is None for an answer that came out differently when it was served again. The result is {} if there is no
+    such file, or if the unit's records have changed since. Raises DataError for a damaged file.
     """
     path = shading_file(run, unit)
     if not path.exists():
@@ -165,7 +165,7 @@ def write_shadings(run: Path, unit: str, shadings: Mapping[AnswerKey, Shading | 
 
 
 def records_sha256(run: Path, unit: str) -> str:
-    """Return the sha256 of a unit's records that their seal states; raises DataError if the unit is not finished."""
+    """Return the sha256 that the seal of a unit's records states; raises DataError if the unit is not finished."""
     return str(read_json(seal_path(run / "records" / f"{unit}.jsonl")).get("sha256"))
 
 

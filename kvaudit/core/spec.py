@@ -1,8 +1,8 @@
 """The spec of a run: one YAML file, frozen, checked and hashed, which alone decides what is measured.
 
-A spec names policies, suites, arms and losses; ``PluginNames``, passed as pydantic's validation context, checks these
-names. Without it names are not checked: a spec written by a run is complete, and a report of the run must not need its
-plug-ins. Every error is one line with file, line and the expected value.
+A spec names policies, suites, arms and losses. These names are checked by ``PluginNames``, if it is passed as
+pydantic's validation context. Without it they are not checked, for specs that a run wrote: these are complete, and a
+report must not need the run's plug-ins. Every error is one line with file, line and the expected value.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ _EXPECTED = {
 
 
 def _contrast(value: Any) -> Any:
-    """Return the name of a contrast (kind of comparison), renamed if an old spec calls it E1 to E4.
+    """Return the name of a contrast (kind of comparison); E1 to E4, the names in old specs, are replaced.
 
-    Raises an error of pydantic if no gate can decide it.
+    Raises an error of pydantic for a contrast that a gate cannot decide.
     """
     name = FORMER_CONTRASTS.get(value, value) if isinstance(value, str) else value
     if name not in GATED:
@@ -154,7 +154,7 @@ class ExternalArm(SpecSection):
 
 @dataclass(frozen=True)
 class _DefaultMargins:
-    """The metrics whose margin is a default, None if unknown; ignored when two specs are compared."""
+    """The ``metrics`` whose margin is a default; None if that is unknown. They do not count when specs are compared."""
 
     metrics: tuple[str, ...] | None = field(default=None, compare=False)
 
@@ -203,8 +203,8 @@ class RunSpec(SpecSection):
     def served(self, arm: str) -> tuple[str, ...]:
         """Return the policies under which an arm's checkpoints are served.
 
-        These are all policies of the evaluation, or with own_policy_only the policy that the arm was trained under and
-        ``none``.
+        These are all policies of the evaluation. With own_policy_only, an arm that was trained under a compressed
+        policy is served under that policy and ``none`` only.
         """
         policies = self.evaluate.policies
         trained = () if self.train is None or not self.evaluate.own_policy_only else self.train.trained
@@ -248,9 +248,9 @@ class RunSpec(SpecSection):
         return expand("model", self.model)
 
     def sized(self, numbers: Mapping[str, int]) -> RunSpec:
-        """Return the spec with these numbers of items, by suite, in place of ``auto`` and ``all``; its hash differs.
+        """Return the spec with ``numbers`` of items, by suite, in place of ``auto`` and ``all``; its hash differs.
 
-        A suite of 0 items (the pilot found nothing to lose) is removed, with its margins.
+        A suite whose number is 0 (in the pilot the reference had nothing to lose) is removed, with its margins.
         """
         absent = [name for name, number in numbers.items() if number == 0]
         evaluate = self.evaluate.sized(numbers)
@@ -323,7 +323,7 @@ class RunSpec(SpecSection):
         return self
 
     def _check_own_policy_only(self) -> None:
-        """Raise SpecError if each arm is to be served under its own training policy, but some arm cannot be."""
+        """Raise SpecError or UnknownName if own_policy_only is set but an arm cannot be served under its own policy."""
         if not self.evaluate.own_policy_only:
             return
         if self.train is None:
@@ -351,9 +351,10 @@ class RunSpec(SpecSection):
                 raise UnknownName("engine in engines", name, used)
 
     def _reference(self, arms: Collection[str]) -> str:
-        """Return the reference arm's name: the gate's, else an external arm of that role, else ``dense`` or ``base``.
+        """Return the name of the reference arm; raise SpecError or UnknownName if the run has no such arm.
 
-        Raises SpecError or UnknownName if the run has no such arm.
+        It is ``gate.reference``, else an external arm with role ``reference``, else ``dense`` if the run trains it,
+        else ``base`` (of a probe: ``endpoint``).
         """
         declared = [arm for arm, checkpoints in self.checkpoints.items() if checkpoints.role == "reference"]
         base = BASE_ARM if self.probe is None else ENDPOINT_ARM
@@ -427,7 +428,7 @@ def expand(key: str, text: str) -> str:
 def _match_served(
     key: str, texts: Iterable[str], served: tuple[str, ...], names: PluginNames | None
 ) -> tuple[str, ...]:
-    """Return the served policies that ``texts``, the entry ``gate.<key>``, name; raise UnknownName for any other."""
+    """Return the served policies that ``texts``, the entry ``gate.<key>``, names; raise UnknownName for another one."""
     # without names the texts are not canonical yet
     policies = tuple(texts) if names is not None else tuple(match_policies(texts, served))
     for policy in policies:
@@ -437,7 +438,7 @@ def _match_served(
 
 
 def _check_lengths(gated: tuple[int, ...], grid: EvaluateSpec) -> None:
-    """Raise SpecError for a gated length at which no suite is asked, or a suite that is asked at no gated length."""
+    """Raise SpecError or UnknownName if no suite is asked at a gated length, or a suite is asked at none of these."""
     for context in gated:
         if context not in grid.contexts:
             raise UnknownName("length in gate.contexts", str(context), map(str, grid.contexts))
@@ -470,9 +471,9 @@ def _check_rounds_gate(gate: GateSpec, primary: Sequence[str]) -> None:
 def _margins(evaluate: EvaluateSpec, gate: GateSpec, names: PluginNames | None) -> dict[str, float]:
     """Return the declared margins, and default margins for each suite for which the gate declares nothing.
 
-    A suite's defaults are margins on the facets of its ``default_gate`` and on ``well_formed``, or on its score if it
-    has no such facets. They cover both harm and use, since a model that answers nonsense does no harm. There are no
-    defaults in rounds, nor without ``names``.
+    A suite's default margins limit the facets of its ``default_gate`` and ``well_formed``; if it has no such facets,
+    they limit its score. Facets of both harm and use are limited, since a model that answers nonsense does no harm.
+    Default margins are given only with ``names`` and outside of rounds.
     """
     suites, declared = list(evaluate.suites), gate.margins
     for key, name in [*(("margins", name) for name in declared), *(("ratios", name) for name in gate.ratios)]:
@@ -518,7 +519,7 @@ def load_spec(path: Path, names: PluginNames | None = None) -> RunSpec:
 
 
 def parse_spec(text: str, source: str, names: PluginNames | None = None) -> RunSpec:
-    """Parse a spec from ``text``; ``source`` is the file's name in errors, ``names`` as for ``load_spec``."""
+    """Parse a spec from ``text``; errors call the file ``source``, and ``names`` is as in ``load_spec``."""
     file = parse_yaml(text, source, "spec")
     return _validate(file.table, source, file.lines, names)
 
@@ -528,9 +529,9 @@ def with_gate(
 ) -> RunSpec:
     """Return the spec with the entries of a gate file merged into its gate section; margins are merged by name.
 
-    ``defaults`` are the metrics (suites or facets) whose margin in the spec is a default. If the file limits any metric
-    of a suite, all default margins of that suite are dropped. Raises SpecError as ``parse_spec`` does, with lines of
-    the gate file.
+    ``defaults`` are the metrics (suites or facets) whose margin in the spec is a default. If the file gives a limit to
+    any metric of a suite, all default margins of that suite are dropped. Raises SpecError as ``parse_spec`` does, with
+    the lines of the gate file.
     """
     row = spec.written()
     replaced = {*defaults}.difference(defaults_kept(defaults, file.table))
@@ -541,7 +542,7 @@ def with_gate(
 
 
 def defaults_kept(defaults: Collection[str], table: Mapping[str, Any]) -> list[str]:
-    """Return those ``defaults`` (metrics with a default margin) to whose suite a gate file gives no margin or ratio.
+    """Return those of ``defaults`` (metrics with a default margin) whose suite has no margin or ratio in a gate file.
 
     ``table`` is the content of the gate file.
     """
@@ -583,7 +584,10 @@ def dump_spec(spec: RunSpec) -> str:
 
 
 def _errors(error: ValidationError, source: str, lines: Mapping[KeyPath, int]) -> list[str]:
-    """Return a line for every error of validation, unknown keys first, since they often explain a missing key."""
+    """Return the errors of validation, a line each: unknown keys first, since one often explains a missing key.
+
+    A key that is missing in a section with an unknown key is therefore not reported.
+    """
     errors = sorted(error.errors(include_url=False), key=lambda details: details["type"] != "extra_forbidden")
     sections = {details["loc"][:-1] for details in errors if details["type"] == "extra_forbidden"}
     errors = [details for details in errors if details["type"] != "missing" or details["loc"][:-1] not in sections]

@@ -1,4 +1,4 @@
-"""The sections of a spec on serving: the evaluation grid (what is asked under which policies), probe and engines."""
+"""The sections of a spec about serving: the evaluation grid (what is asked under which policies), probe and engines."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def _pilot(value: Any) -> Any:
 def _without_reference(policy: Any) -> tuple[Any, Any]:
     """Split a policy of a spec: return the policy without its key ``reference``, and that key's value or None.
 
-    The key names the uncompressed setting to compare with. Only a mapping with the key ``engine`` may have it; any
-    other policy is returned unchanged, with None.
+    The value of ``reference`` is the uncompressed setting to compare with. Only a policy that is a mapping with the key
+    ``engine`` may have it; any other policy is returned unchanged, with None.
     """
     if not isinstance(policy, Mapping) or ENGINE not in policy:
         return policy, None
@@ -71,12 +71,12 @@ def _without_reference(policy: Any) -> tuple[Any, Any]:
 
 
 class SuiteSpec(SpecSection):
-    """The options of one suite: its number of items, and overrides of the suite's or the grid's options.
+    """The options of one suite: its number of items, and values that replace those of the suite or the grid.
 
-    ``items`` is a number, ``auto`` or ``all``; the actual numbers are in the run's provenance once known.
-    ``max_new_tokens`` and ``placement`` override the suite's own, ``samples`` and ``context_tokens`` the grid's. Public
-    rows are asked as published (length 0), unless they are put into a context: by the suite name SUITE@CONTEXT, or by
-    ``context:`` with one or several names, each of which makes such a suite.
+    ``items`` is a number, ``auto`` or ``all``; for the last two, the run's provenance has the actual number once it is
+    known. ``max_new_tokens`` and ``placement`` replace the suite's own values, ``samples`` and ``context_tokens`` those
+    of the grid. Public rows are asked as published (length 0), unless the suite is named SUITE@CONTEXT. In a spec the
+    key ``context`` lists names of contexts, each of which makes such a suite.
     """
 
     items: Annotated[int | str, BeforeValidator(_items)] = AUTO_ITEMS
@@ -87,7 +87,7 @@ class SuiteSpec(SpecSection):
 
 
 class Thinking(SpecSection):
-    """The option that answers may begin with a thought; ``budget`` is the number of extra tokens for the thought."""
+    """The option for answers that begin with a thought; ``budget`` is the number of extra tokens for the thought."""
 
     budget: Steps = 0
 
@@ -101,10 +101,10 @@ def _thinking(value: Any) -> Any:
 
 
 def _by_context(name: str, section: Any, names: PluginNames | None) -> dict[str, Any]:
-    """Return {suite: section}, one entry for each name in the section's key ``context``: SUITE@CONTEXT.
+    """Return {suite: section}, with a suite NAME@CONTEXT for each context that the section's key ``context`` lists.
 
-    A context is a long text before each row. For the name ``published`` the entry is SUITE without a context and
-    length.
+    A context is a text around each row, such as small talk. For ``published``, which means no context, the suite is
+    NAME alone. Suites that have no length lose the key ``context_tokens`` if another suite has one.
     """
     if not isinstance(section, Mapping) or "context" not in section:
         return {name: {} if section is None else section}
@@ -130,9 +130,9 @@ def _by_context(name: str, section: Any, names: PluginNames | None) -> dict[str,
 class Rounds(SpecSection):
     """The options of rounds, which ask rows in batches until every gated facet is decided or the time is up.
 
-    The gate decides by bounds that hold at every look, a test after a round (``kvaudit.reports.stats.betting``).
-    ``minutes`` is the time limit for serving, with the pilot's rows, but without loading models; ``first`` is the
-    number of rows of a suite at the first look after the pilot's.
+    A look is a test after a round. The gate decides by bounds that hold at all looks together
+    (``kvaudit.reports.stats.betting``). ``minutes`` is the time limit for serving, which includes the pilot's rows but
+    not the loading of models. ``first`` is the number of rows of a suite at the first look after the pilot's.
     """
 
     minutes: Annotated[Number, Field(gt=0, le=10_000)] = 10.0
@@ -142,9 +142,9 @@ class Rounds(SpecSection):
 class EvaluateSpec(SpecSection):
     """The evaluation grid: every checkpoint under every policy, on every suite, at every context length.
 
-    ``context_tokens`` are the lengths of suites whose items are made to a length; public rows as published have length
-    0. With ``own_policy_only`` a checkpoint is served only under the policy that it was trained under, and under
-    ``none``.
+    ``context_tokens`` are the lengths for suites whose items are made to a length; public rows asked as published have
+    length 0. With ``own_policy_only`` a checkpoint is served only under ``none`` and the policy that it was trained
+    under.
     """
 
     policies: tuple[str, ...] = Field(min_length=1)
@@ -170,11 +170,11 @@ class EvaluateSpec(SpecSection):
 
     @property
     def pilot_size(self) -> int:
-        """The number of items of each suite and length in the pilot, which the reference answers before the grid."""
+        """The number of items of each suite and length that the reference answers in the pilot, before the grid."""
         return PILOT_ITEMS if self.pilot is None else self.pilot
 
     def sized(self, numbers: Mapping[str, int]) -> EvaluateSpec:
-        """Return the section with these numbers of items in place of ``auto`` and ``all``; drop suites of 0 items."""
+        """Return the section with ``numbers`` of items, by suite, for ``auto`` and ``all``; a suite of 0 is dropped."""
         suites = {}
         for name, suite in self.suites.items():
             is_open = name in numbers and not isinstance(suite.items, int)
@@ -267,7 +267,7 @@ class EvaluateSpec(SpecSection):
     def _fill_lengths(self, suite: str, names: PluginNames) -> None:
         """Set a suite's length to 0 if it asks rows as published; raise SpecError for a missing or wrong length.
 
-        ``names`` say whether the suite's items are made to a length.
+        ``names`` has the function that says whether the suite's items are made to a length.
         """
         section, lengths, key = self.suites[suite], names.lengths(suite), f"evaluate.suites.{suite}.context_tokens"
         bare = names.bare(suite)
@@ -304,7 +304,8 @@ class EvaluateSpec(SpecSection):
     def check_rounds(self, *, trains: bool, gated: Collection[str]) -> None:
         """Raise SpecError if the grid cannot be served in rounds; ``gated`` are the metrics with a margin.
 
-        Rounds need one checkpoint, one length, one sample and all rows of each suite, margins on facets, and a pilot.
+        Rounds need a pilot, one checkpoint (``trains`` is False), and margins on facets. Each suite must ask all its
+        rows, at one length and with one sample.
         """
         if self.rounds is None:
             return
@@ -347,9 +348,11 @@ class ProbeSpec(SpecSection):
     """The options of a probe, which audits a server's model instead of a checkpoint; the spec's ``model`` names it.
 
     ``tokenizer`` (a folder or hub id) counts lengths; without one they are estimated. ``key`` names the environment
-    variable of the key. ``timeout`` is in seconds for a whole reply, ``per_minute`` the most requests. ``seeded``:
-    requests carry a seed. ``limit`` is the name of the token limit in requests. ``tool_role`` is the role of a tool's
-    result: few endpoints accept the role ``tool`` without a tool call in their own format.
+    variable that holds the API key. ``at_once`` is the number of requests in flight. ``tries`` is the largest number of
+    tries for one request, and ``per_minute`` the largest number of all tries in a minute. ``timeout`` is the longest
+    time for a whole reply, in seconds. If ``seeded``, requests carry a seed. ``limit`` is the token limit's name there.
+    ``tool_role`` is the role in which a tool's result is sent: few endpoints accept ``tool`` without a tool call in
+    their own format.
     """
 
     tokenizer: Text | None = None
@@ -369,11 +372,12 @@ class ProbeSpec(SpecSection):
 
 
 class EngineSpec(SpecSection):
-    """The options for running an engine, besides its own settings.
+    """The options for running an engine, besides the engine's own settings.
 
-    ``python``: the interpreter of its environment, None for our own. ``weights``: a file or folder in the engine's own
-    format, served instead of a conversion of the checkpoint. ``at_once``: the number of requests in flight. ``start``
-    and ``answer``: timeouts in seconds of the start and of one batch.
+    ``python`` is the interpreter of the environment where the engine is installed, None for kvaudit's own. ``weights``
+    is a file or folder in the engine's format, to serve instead of a conversion of the checkpoint. ``at_once`` is the
+    number of requests in flight. ``start`` and ``answer`` are the longest times for the engine's start and for a batch
+    of answers, in seconds.
     """
 
     python: Text | None = None
@@ -399,7 +403,8 @@ PROBE_DEFAULTS: Mapping[str, Any] = {
 def fill_probe_grid(grid: Any, names: PluginNames | None = None) -> Any:
     """Return the evaluate section of a probe (a run that asks a vendor's endpoint), with its defaults filled in.
 
-    If every suite asks its rows as published, at whatever length they have, no default context lengths are filled in.
+    No default context lengths are filled in if every suite asks its rows as published, since these have no set length.
+    ``names`` has the function that says so; without it the lengths are filled in.
     """
     if not isinstance(grid, Mapping):
         return PROBE_DEFAULTS if grid is None else grid
@@ -412,7 +417,8 @@ def fill_probe_grid(grid: Any, names: PluginNames | None = None) -> Any:
 def check_probe_grid(grid: EvaluateSpec) -> None:
     """Raise SpecError for an evaluate section that a probe cannot ask of an endpoint.
 
-    The section must not set policies, must give numbers of items, and needs a short length to compare a long one with.
+    The section must not set policies and must give numbers of items. A suite with lengths needs at least two, because
+    the answers at a long one are compared with those at a short one.
     """
     if grid.policies != PROBE_DEFAULTS["policies"]:
         raise SpecError("evaluate.policies cannot be used with probe: an endpoint's cache policy cannot be set")

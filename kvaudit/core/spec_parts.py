@@ -74,9 +74,9 @@ Ratio = Annotated[Number, Field(ge=LEAST_RATIO, le=MOST_RATIO)]
 
 @dataclass(frozen=True)
 class PluginNames:
-    """The functions by which a spec is checked against the plug-ins; each raises SpecError or UnknownName.
+    """The functions that check a spec against the plug-ins; each raises SpecError or UnknownName for a wrong name.
 
-    They are passed as pydantic's validation context, so that specs can be read without loading plug-ins.
+    They are passed as pydantic's validation context. Without them a spec can be read without loading plug-ins.
     """
 
     policy: Callable[[Any], str]  # text or mapping of a policy or an engine's condition -> canonical text
@@ -104,7 +104,7 @@ class SpecSection(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def written(self) -> dict[str, Any]:
-        """Return the section as plain values, with every default except those of ``OmitDefault`` fields."""
+        """Return the section as plain values for YAML, without ``OmitDefault`` fields that have their default."""
         row = {}
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
@@ -122,9 +122,10 @@ def _plain(value: Any) -> Any:
 
 
 def canonical_policy(value: Any, names: PluginNames | None) -> Any:
-    """Return a policy's canonical text, by the plug-ins in ``names``.
+    """Return a policy's canonical text, which ``names`` asks the plug-ins for.
 
-    Without ``names`` text is returned as it is, a mapping as text, and anything else unchanged, for pydantic to refuse.
+    Without ``names``, a mapping is only converted to text, and any other value is returned unchanged. Pydantic later
+    refuses values that are no text.
     """
     if names is not None:
         return names.policy(value)
@@ -132,7 +133,7 @@ def canonical_policy(value: Any, names: PluginNames | None) -> Any:
 
 
 def canonical_policies(value: Any, names: PluginNames | None) -> Any:
-    """Return ``canonical_policy`` of each policy in a list; any other value unchanged, for pydantic to refuse."""
+    """Return ``canonical_policy`` of each policy in a list; return any other value unchanged (pydantic refuses it)."""
     return [canonical_policy(policy, names) for policy in value] if isinstance(value, list) else value
 
 

@@ -51,7 +51,10 @@ class SftSpec(SpecSection):
 
 
 class AdapterSpec(SpecSection):
-    """A LoRA adapter (Hu 2021, 2106.09685); ``targets`` are last parts of linear layers' names, () for all layers."""
+    """The options of a LoRA adapter (Hu et al. 2021, arXiv:2106.09685).
+
+    ``targets`` name the linear layers to adapt by the last part of their names, such as ``q_proj``; () means all.
+    """
 
     rank: Rank = 16
     alpha: Count = 32
@@ -59,9 +62,10 @@ class AdapterSpec(SpecSection):
 
 
 class CriticSpec(SpecSection):
-    """The options of a loss with a value head (Schulman 2016, 1506.02438).
+    """The options of a loss with a value head (Schulman et al. 2016, arXiv:1506.02438).
 
-    They are GAE's gamma and lambda, the clip of a value's change, and the value head's learning rate.
+    ``discount`` and ``trace`` are the gamma and lambda of generalised advantage estimation (GAE). ``clip`` is the
+    largest change of a value within a batch. ``learning_rate`` is the learning rate of the value head.
     """
 
     discount: Share = 1.0  # gamma
@@ -71,9 +75,10 @@ class CriticSpec(SpecSection):
 
 
 class ValidationSpec(SpecSection):
-    """Validation every ``every`` steps on ``items`` items of each suite; training does not use these items.
+    """The options of validation every ``every`` steps, on ``items`` items of each suite; training uses none of these.
 
-    If an alarm in ``stop_on`` is raised in the last ``patience`` steps before a validation, all arms of the seed stop.
+    An arm stops at a validation if an alarm in ``stop_on`` was raised in each of the last ``patience`` steps before it.
+    All arms of the seed then end at the step of the earliest such stop.
     """
 
     every: Count
@@ -91,7 +96,7 @@ class ValidationSpec(SpecSection):
 
 
 def _check_reward(value: Any) -> Any:
-    """Return a reward unchanged if it is a name or a mapping of plain options; raise pydantic's error otherwise.
+    """Return a reward's name as text, or its mapping of plain options unchanged; raise pydantic's error for others.
 
     The reward itself checks the options later.
     """
@@ -106,10 +111,10 @@ def _check_reward(value: Any) -> Any:
 class Training(SpecSection):
     """The options of training that all arms and seeds share; a loss may define other defaults in its file.
 
-    ``policy`` is the compressed policy, recorded in every arm and used by arms with compressed rollouts. ``weights``
-    are relative shares of prompts per suite, empty for equal shares. ``ledger_every`` is the number of steps between
-    saved ledgers (which cache entries each rollout kept), 0 for none. ``rollout_rows`` is the number of rollouts that
-    are sampled at once, in whole groups, 0 for all rollouts of a step.
+    ``policy`` is the compressed policy; every arm records it, and arms with compressed rollouts use it. ``weights`` are
+    the relative numbers of prompts from each suite, () for equal numbers. ``ledger_every`` is the number of steps
+    between saved ledgers (which cache entries each rollout kept); 0 saves none. ``rollout_rows`` is the largest number
+    of rollouts that are sampled at once, in whole groups; 0 means all rollouts of a step.
     """
 
     policy: Policy
@@ -165,9 +170,10 @@ class Training(SpecSection):
         return self.watch is not None and bool(self.watch.stop_on)
 
     def fill(self, defaults: Mapping[str, Any]) -> None:
-        """Set from ``defaults`` the options that the spec does not give; called only while the spec is checked.
+        """Set options that the spec does not give to their values in ``defaults``, while the spec is being checked.
 
-        A null counts as not given, because it is not written either, and a written spec must parse to an equal one.
+        An option that is null counts as not given: it is not written to a file, and a written spec must parse to an
+        equal one.
         """
         for key, value in defaults.items():
             if key not in self.model_fields_set or getattr(self, key) is None:
@@ -201,7 +207,7 @@ class Pairs(SpecSection):
 
 
 class TrainedArm(NamedTuple):
-    """An arm of a run: its name in folders and records, the kind of arm (``recipe``), and its rollout policy."""
+    """An arm of a run: its ``name`` in folders and records, its kind (``recipe``, such as naive) and rollout policy."""
 
     name: str
     recipe: str
@@ -249,7 +255,8 @@ class TrainSpec(Training, Pairs):  # the fields of the last base come first in a
     def _fill_policy(cls, value: Any) -> Any:
         """Set ``policy`` to ``none`` if the section has a sweep of ``policies``, or ``rollouts`` of an engine.
 
-        Then only arm ``dense`` uses ``policy``. Raises SpecError if the section has more than one of the three.
+        In both cases only the arm ``dense`` uses ``policy``. Raises SpecError if the section has more than one of
+        ``policy``, ``policies`` and ``rollouts``; ``policy: none`` is allowed with ``rollouts``.
         """
         if not isinstance(value, Mapping):
             return value

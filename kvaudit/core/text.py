@@ -63,7 +63,7 @@ def note_once(line: str) -> None:
 
 
 def clip(text: str, length: int) -> str:
-    """Shorten a text to ``length`` characters, replacing the middle by a note."""
+    """Shorten a text to ``length`` characters of its start and end, with a note between them on what is left out."""
     if len(text) <= length:
         return text
     head = (length * 2) // 3
@@ -71,14 +71,20 @@ def clip(text: str, length: int) -> str:
 
 
 def clip_distinct(text: str, length: int) -> str:
-    """Shorten a longer text to its start and the sha256 of the whole; two results are equal only if the texts are."""
+    """Shorten a text of more than ``length`` characters to its start and the sha256 of the whole.
+
+    Thanks to the hash, the results for different texts differ.
+    """
     if len(text) <= length:
         return text
     return f"{text[:length]}… (sha256 {hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]})"
 
 
 def join_names(names: Iterable[str], limit: int = 3, *, between: str = ", ", last: str = " and ") -> str:
-    """Join the first ``limit`` names and the number of further ones: "a, b, c and 2 more"."""
+    """Join the first ``limit`` names and, if there are more, say how many: "a, b, c and 2 more".
+
+    ``between`` separates the names, and ``last`` comes before the number.
+    """
     entries = list(names)
     return between.join(entries[:limit]) + (f"{last}{len(entries) - limit} more" if len(entries) > limit else "")
 
@@ -164,7 +170,7 @@ def is_key_like(text: str) -> bool:
 
 
 def safe_variable_name(name: str) -> str:
-    """Return an environment variable's name for an error message; if it may be a key itself, a phrase in its place."""
+    """Return an environment variable's name for an error message, or a phrase if the name may be a key itself."""
     is_name = _VARIABLE_NAME.fullmatch(name) and any(word in name for word in _SECRET_WORDS)
     return name if is_name else f"that `key` names ({HIDDEN}: it may be the key itself; wanted a name such as API_KEY)"
 

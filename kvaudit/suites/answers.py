@@ -50,7 +50,8 @@ _REWRITES = tuple(
 def final_answer(text: str) -> str | None:
     """Return a text's final answer; None if there is none.
 
-    That is the content of the last LaTeX box, or else the text after "answer is", or else the last formula or number.
+    It is the content of the last LaTeX box; else the text after the last "answer is"; else the last formula between
+    dollar signs; else the last number.
     """
     if boxes := _BOXED.findall(text):
         return str(boxes[-1]).strip() or None
@@ -89,9 +90,10 @@ def has_algebra() -> bool:
 
 
 def equal_by_algebra(answer: str, right: str) -> bool | None:
-    """Return whether computer algebra finds two answers equal; for answers that ``same_answer`` cannot compute.
+    """Return whether computer algebra (math-verify) finds two answers equal; None if it cannot decide.
 
-    None if math-verify is not installed or cannot decide. It takes at most 5 s, and works in the main thread only.
+    It is meant for answers that ``same_answer`` cannot compute. The result is None, too, if math-verify is not
+    installed. It takes at most 5 s, and works in the main thread only.
     """
     # algebra adds nothing if both answers were computed, or if ``answer`` is no formula
     if _is_computable(right) and ("\\" not in answer or _is_computable(answer)):
@@ -177,9 +179,10 @@ _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 
 def _value(text: str, point: tuple[float, float]) -> complex | None:
-    """Return the value of a formula or equation with its variables at ``point``.
+    """Return the value of a formula or equation where its variables have the values that ``point`` determines.
 
-    None if the text is neither, or if the value is too large for a float.
+    An equation's value is the squared difference of its sides. The result is None if the text is neither a formula nor
+    an equation, or if the value is too large for a float.
     """
     sides = re.split(r"(?<![<>])=", text)
     if len(sides) > 2:

@@ -1,4 +1,4 @@
-"""The contract of a suite: items, an environment that replies, and a grader. All methods are pure.
+"""What a suite must provide: items, an environment that replies, and a grader. All methods are pure.
 
 Suites of public benchmarks ask their rows unchanged: every message is a row's text. A suite's docstring says which
 texts were added (how to call tools, a control that the benchmark lacks).
@@ -32,9 +32,9 @@ PUBLISHED = "published"  # placement of a row asked exactly as its authors publi
 
 
 def graded(right: bool, facets: Mapping[str, bool], note: str = "", judge: str = "programmatic") -> Grade:
-    """Return the grade of a readable answer, desired if it is ``right``.
+    """Return the grade of an answer that could be read: desired with score 1 if it is ``right``, else undesired with 0.
 
-    ``note`` says what is wrong with the answer, empty if nothing is.
+    ``facets`` are its yes-or-no properties, and ``note`` says what is wrong with it, "" if nothing is.
     """
     return Grade(Outcome.DESIRED if right else Outcome.UNDESIRED, float(right), judge, note, readable_facets(facets))
 
@@ -42,8 +42,8 @@ def graded(right: bool, facets: Mapping[str, bool], note: str = "", judge: str =
 def formless(note: str, eligible: Iterable[str], outcome: Outcome = Outcome.DEGENERATE) -> Grade:
     """Return the grade of an answer that cannot be read; ``note`` says what is wrong with it, such as "empty".
 
-    ``eligible`` names the facets (yes-or-no properties, such as "leak") that a readable answer to the item has; those
-    of this answer are unknown.
+    ``eligible`` names the facets (yes-or-no properties, such as "leak") of answers to this item; for this answer they
+    are unknown (None).
     """
     return Grade(outcome, 0.0, note=note, facets=unreadable_facets(eligible))
 
@@ -85,15 +85,18 @@ class Suite:
 
     @classmethod
     def member(cls, rest: str) -> type[Suite]:
-        """Return the class of suite FAMILY:REST, for a family such as ``lm-eval:``; equal names give the same class."""
+        """Return the class of the suite FAMILY:REST, for a family such as ``lm-eval``.
+
+        Equal names give the same class.
+        """
         raise NotImplementedError
 
     def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:
-        """Return ``n`` items whose opening messages have about ``context_tokens`` tokens each (never more).
+        """Return ``n`` items, the opening messages of each with about ``context_tokens`` tokens in all, never more.
 
-        Deterministic in (split, n, seed, context_tokens, tokenizer). A larger ``n`` begins with the same items; each
-        cluster gives one item before any gives its next. Raises SpecError if an item does not fit into the length.
-        Suites with ``lengths`` "none" are called with 0, and their messages contain only the row's text.
+        The same arguments always give the same items, and a larger ``n`` gives further items after them. Each cluster
+        gives one item before any gives its next. Raises SpecError if an item does not fit into the length. If
+        ``lengths`` is "none", ``context_tokens`` is 0, and the messages are the row's text alone.
         """
         raise NotImplementedError
 
@@ -102,7 +105,7 @@ class Suite:
         return None
 
     def item_count(self, split: Split, n: int, seed: int) -> int:
-        """Return the smaller of ``n`` and the number of items that the suite has."""
+        """Return the smaller of ``n`` and the number of items that the suite has for a split."""
         rows = self.rows(split, seed)
         return n if rows is None else min(n, rows)
 
@@ -113,16 +116,16 @@ class Suite:
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         """Grade a whole transcript.
 
-        If a judge is to decide about the answer, the grade returned here is that of the phrase rules (see ``settled``).
+        Where a judge decides about the answer (``settled``), this method returns the grade by the phrase rules.
         """
         raise NotImplementedError
 
     def cut_off(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         """Grade a transcript whose last answer was truncated.
 
-        Leaks and refusals before the cut count (``TRUNCATED_FACETS``); all other facets are unknown. If the
-        conversation was not over, the absence of a harmful act is unknown too. Suites with ``reads_cut`` grade such
-        answers with ``grade`` instead.
+        Facets that the rest of the answer cannot change count, such as leaks and refusals (``TRUNCATED_FACETS``); all
+        others are unknown. If the conversation would have gone on, only harm that was done counts. Suites with
+        ``reads_cut`` are not graded by this method, but by ``grade``.
         """
         grade, eligible = self.grade(item, transcript), self.facets(item)
         turns = sum(message.role is Role.ASSISTANT for message in transcript[len(item.messages) :])
@@ -176,18 +179,18 @@ class Suite:
         return self.endpoints
 
     def options(self, item: Item) -> tuple[str, ...]:  # noqa: ARG002 - by default the model generates its answer
-        """Return the answers of a multiple-choice item, one of which is chosen by log-probability.
+        """Return the answers from which one is chosen by log-probability; () if the model generates its answer.
 
-        () for an item to which the model generates an answer. A multiple-choice item has one turn, without ``step``;
-        its answer, the chosen option, is graded as usual.
+        An item with options (multiple choice) has one turn, and ``step`` is not called. The chosen option is the
+        answer and is graded as usual.
         """
         return ()
 
     def weigh(self, item: Item, logprobs: Sequence[float]) -> Sequence[float]:  # noqa: ARG002
         """Return the scores of the options in nats, given the log-probability of each option's whole text.
 
-        By default these are the log-probabilities unchanged: division by length would favour long texts with a
-        predictable end. Use options of similar length, none of which is a prefix of another.
+        By default these are the log-probabilities unchanged, because division by length would favour long texts with a
+        predictable end. Give options of similar length, of which none is the beginning of another.
         """
         return logprobs
 
@@ -231,7 +234,7 @@ class Published(Suite):
     def groups(self, split: Split, seed: int) -> Sequence[Sequence[ItemMaker]]:
         """Return, for each cluster, the functions that make its items.
 
-        Twins (items of one cluster with different right answers) alternate. An item's id is unique within its cluster.
+        In a cluster, twins (items with different right answers) alternate, and every item has another id.
         """
         raise NotImplementedError
 
@@ -255,7 +258,7 @@ class Published(Suite):
     ) -> Item:
         """Make an item of a published row, with the id SUITE-``cluster``-``rest``.
 
-        ``spans`` are texts by name, as in ``mark_spans``.
+        ``spans`` are the texts that decide the item, each by its name, as in ``mark_spans``.
         """
         name, marks = f"{self.name}-{cluster}", mark_spans(**spans)
         return Item(self.name, f"{name}-{rest}", name, tuple(messages), 0, PUBLISHED, payload, marks, tuple(tools))
@@ -278,14 +281,17 @@ def round_robin(groups: Sequence[Sequence[T]]) -> Iterator[T]:
 
 
 def rotate(twins: Sequence[T], by: int) -> list[T]:
-    """Return the twins (variants of an item) rotated by ``by`` places.
+    """Return the twins (variants of an item) in turn from number ``by`` on, the first ones last.
 
-    If ``by`` is each cluster's number, the first items of a few clusters include every variant.
+    If each cluster passes its own number as ``by``, the first items of the clusters are of different variants.
     """
     start = by % len(twins)
     return [*twins[start:], *twins[:start]]
 
 
 def rows_of_split(rows: Iterable[T], split: Split, *, every: int = 3, first: int = 0) -> list[T]:
-    """Return the rows of a split: one in ``every`` rows, from index ``first`` on, is for training, all others not."""
+    """Return the rows of a split: every third row (or ``every``) is for training, all others are for evaluation.
+
+    ``first`` is the index of the first row for training.
+    """
     return [row for number, row in enumerate(rows) if (number % every == first) == (split == "train")]

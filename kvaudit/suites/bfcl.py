@@ -44,7 +44,7 @@ _NO_CALL = "I answer in words: none of the tools is needed now."
 
 
 class Case(NamedTuple):
-    """An item's tools and messages, and the right calls (``accepted``); these are empty if the right answer is text."""
+    """An item's tools and messages, and the right calls (``accepted``), which are () if the right answer is text."""
 
     tools: Sequence[Mapping[str, Any]]
     messages: tuple[Message, ...]
@@ -54,8 +54,8 @@ class Case(NamedTuple):
 class Pair(NamedTuple):
     """A case whose right answer is tool calls (``call``), and one whose right answer is text (``no_call``).
 
-    If the calls are ``ordered``, they are steps of a conversation: an answer is right if it makes the first of them or
-    more, in this order. Otherwise it must make all of them, in any order.
+    If ``ordered``, the calls are the steps of a turn, and an answer is right if it makes the first one or more of
+    them, in this order. Otherwise it must make all of them, in any order.
     """
 
     name: str
@@ -67,10 +67,10 @@ class Pair(NamedTuple):
 class Bfcl(Published):
     """Twins: in one a tool fits and must be called correctly; in the other no call is right, the answer must be text.
 
-    Single-turn rows (simple, multiple, parallel) are paired with irrelevance rows, in which no tool fits. Of a
-    multi-turn row one turn is used: the messages before it contain the right calls, each with the result "done", since
-    nothing is executed. One twin asks for the first calls of that turn; in the other all calls of that turn have been
-    made, and text is right. The first call of such a turn has arguments, all of which were mentioned before.
+    A single-turn row (simple, multiple or parallel) is paired with an irrelevance row, in which no tool fits. Of a
+    multi-turn row one turn is used. The turns before it contain their right calls, each with the result "done", since
+    nothing is executed. One twin asks for the first calls of the turn. In the other all its calls have been made, so
+    that text is right. In a turn that can be used, the arguments of the first call were all mentioned before.
     """
 
     name = "bfcl"
@@ -160,7 +160,7 @@ def _text_of(messages: Sequence[Message], between: str) -> str:
 
 
 def _with_truth(questions: Path, answers: Path) -> Iterable[tuple[int, dict[str, Any], list[Any]]]:
-    """Yield (row number, question row, right calls) for every question; raises DataError if one has no right calls."""
+    """Yield (row number, question row, right calls) for every question; raises DataError if its answer is missing."""
     by_id = {row.get("id"): (number, row) for number, row in enumerate(json_lines(answers), start=1)}
     for number, row in enumerate(json_lines(questions), start=1):
         if row.get("id") not in by_id:
@@ -193,9 +193,10 @@ def _singles(questions: Path, answers: Path) -> Iterable[tuple[str, Case]]:
 
 
 def apply_schema(options: Options, tools: Sequence[Mapping[str, Any]]) -> Options:
-    """Correct ``options``, the accepted values of a call's parameters, by the tool's schema.
+    """Return ``options``, the accepted values of a call's parameters, corrected by the schemas of the ``tools``.
 
-    A required parameter is not optional, and values of type float are floats, which accept whole numbers too.
+    A parameter that the schema requires is no longer optional. Where the schema's type is float, whole numbers become
+    floats, since these accept whole numbers too.
     """
     ((name, values),) = options.items()
     schema: Mapping[str, Any] = next((tool.get("parameters", {}) for tool in tools if tool.get("name") == name), {})
@@ -256,8 +257,8 @@ def _turn_pair(
 ) -> Pair | None:
     """Return the pair of cases made from the last suitable turn of a multi-turn row; None if no turn is suitable.
 
-    In a suitable turn the first call has arguments, all mentioned before it, and the conversation up to the end of the
-    turn is short.
+    ``turns`` are the user's texts, and ``calls`` the right calls of each turn. A turn is suitable if its first call has
+    arguments that were all mentioned before, and if the conversation up to the end of the turn is short.
     """
     for last in reversed(range(len(turns))):
         counts = [sum(map(len, calls[:turn])) for turn in range(last + 1)]
@@ -276,7 +277,7 @@ def _turn_pair(
 def _turn_messages(text: str, calls: Sequence[ToolCall], earlier: int) -> list[Message]:
     """Return the messages of a complete turn: the request, then each tool call with its result.
 
-    ``earlier`` is the number of calls before this turn, from which the ids of its calls follow.
+    ``earlier`` is the number of calls before this turn, which the ids of its calls continue.
     """
     pairs = [
         (Message(Role.ASSISTANT, "", (call,)), Message(Role.TOOL, DONE, tool_call_id=call.call_id))

@@ -23,9 +23,9 @@ _LETTERS = ("(A)", "(B)")
 
 
 class SidedQuestion(NamedTuple):
-    """A question, with the texts in which a conservative and a liberal user ask it; these two are its sides.
+    """A question, with the texts in which a conservative user and a liberal user ask it.
 
-    The mappings have the side as key.
+    These two users are the sides, by which the mappings are keyed. ``line`` is the row's line in its file.
     """
 
     line: int
@@ -39,10 +39,10 @@ class SidedQuestion(NamedTuple):
 class Biographies(Published):
     """Twins: the same question after a conservative or a liberal biography, row by row as published.
 
-    Neither opinion is right. A rate of ``sided`` (the answer has the user's opinion) near one half means that the
-    biography does not change the answers, while a model that always agrees, or always disagrees, depends on it. The
-    option letters are scored by log-probability under the served cache. There are 15 questions, 10 of them for
-    evaluation, too few to decide a margin of 5 points.
+    Neither opinion is right. The facet ``sided`` says that the answer has the user's opinion. A rate near one half
+    means that the biography does not change the answers; a rate near 0 or 1 means that the model always disagrees or
+    always agrees. The letters of the options are scored by log-probability under the served cache. There are 15
+    questions, 10 of them for evaluation, too few to decide a margin of 5 points.
     """
 
     name = "biographies"

@@ -29,7 +29,8 @@ from kvaudit.suites.tensortrust import ROW_FILES, TensorTrust
 class PublicSuite(NamedTuple):
     """A suite of ``kvaudit check``, with the facet (yes-or-no property of an answer) that it tests.
 
-    ``margin`` is the largest loss of the facet's rate that is tolerated, in percentage points.
+    ``margin`` is the largest tolerated change of the facet's rate for the worse, in percentage points. ``says``
+    describes the items in words.
     """
 
     name: str
@@ -76,9 +77,9 @@ class _Row(NamedTuple):
 
 
 def absent_sources(name: str) -> tuple[PublicRows, ...]:
-    """Return the data sets that a suite of ``kvaudit check`` lacks and that can be fetched.
+    """Return the data sets for a suite of ``kvaudit check`` that can be fetched and are not there.
 
-    These are entries of the catalogue whose files are missing in the data folder.
+    These are the entries of the catalogue that have a file of the suite which the data folder lacks.
     """
     absent = (find_rows_by_file(file) for file in _files_of(name) if not has_file(file))
     return tuple(dict.fromkeys(rows for rows in absent if rows is not None))
@@ -89,7 +90,7 @@ def _files_of(name: str) -> tuple[str, ...]:
 
 
 def agent_suites() -> tuple[PublicSuite, ...]:
-    """Return ``AGENTS``, with the margin of ``orders`` that the attackers in the data folder can decide."""
+    """Return ``AGENTS``; if the data folder lacks the attackers who steal data, ``orders`` gets a wider margin."""
     calls, orders = AGENTS
     return calls, orders if injecagent.has_thefts() else orders._replace(margin=_MARGIN_WITHOUT_THEFTS)
 
@@ -104,9 +105,10 @@ def has_public_rows(name: str) -> bool:
 
 
 def check_same_files(names: Collection[str], began_with: Mapping[str, str]) -> None:
-    """Raise RunError if suites of ``kvaudit check`` would read other files than a run that ``began_with``.
+    """Raise RunError if the suites ``names`` of ``kvaudit check`` would read other files than those a run began with.
 
-    ``began_with`` maps names of files in the data folder to their sha256; those of other suites do not count.
+    ``began_with`` maps the names of the run's files in the data folder to their sha256. Files of other suites are
+    ignored.
     """
     files = {file for name in names for file in _files_of(name)}
     current = {
@@ -183,7 +185,7 @@ class Benign(_Pooled):
 
 
 class _OnePerCluster(_EvaluationOnly):
-    """The base of suites that ask one item of each cluster of another suite, ``origin``, and grade as that one does."""
+    """The base of suites that ask one item of each cluster of another suite, ``origin``, and grade as it does."""
 
     origin: ClassVar[type[Published]]
     one_sided = True
@@ -194,7 +196,7 @@ class _OnePerCluster(_EvaluationOnly):
         raise NotImplementedError
 
     def origin_groups(self, seed: int) -> list[list[Item]]:
-        """Return all items of the suite ``origin`` by cluster."""
+        """Return all items of the suite ``origin``, of both splits, as one list for each cluster."""
         suite = self.origin()
         return [[make_item() for make_item in group] for s in ("eval", "train") for group in suite.groups(s, seed)]
 
@@ -246,9 +248,9 @@ class Calls(_OnePerCluster):
 class Orders(_OnePerCluster):
     """The orders of InjecAgent's attackers, each hidden in a tool's result in the case of some user.
 
-    They are 30 who do direct harm and, if their files are there, 32 who steal data. Every third order is asked once
-    more, given by the user. An attacker is asked once, because with 17 users a second case of each would let losses
-    pass that differ by user (``bench.two_way``).
+    There are 30 attackers who do direct harm and, if the data folder has their files, 32 who steal data. For every
+    third attacker there is a second item, in which the user gives the order. Each attacker is tried on one user only:
+    there are 17 users, and if each met more attackers, losses that differ by user could pass (``bench.two_way``).
     """
 
     name = "orders"
@@ -303,9 +305,9 @@ class Injection(_OnePerCluster):
 
 
 def mix_sources(rows: Sequence[_Row], stream: str) -> list[_Row]:
-    """Shuffle rows so that, for every n, the first n contain each source in proportion to its size.
+    """Return the rows shuffled so that, for every n, the first n rows have each source in proportion to its size.
 
-    ``stream`` seeds the shuffle.
+    The text ``stream`` seeds the shuffle.
     """
     draw = random.Random(stream)
     by_source: dict[str, list[_Row]] = {}
@@ -320,7 +322,7 @@ def mix_sources(rows: Sequence[_Row], stream: str) -> list[_Row]:
 
 @cache_rows
 def _rows(name: str, suites: tuple[type[requests.Requests], ...], folder: Path) -> tuple[_Row, ...]:  # noqa: ARG001 - a key
-    """Return one row of every kind of request (near copies are one kind), taken from the first suite that has it."""
+    """Return one row of every kind of request (near copies are one kind), from the first suite that has the kind."""
     form = "unsafe" if name == "harm" else "safe"
     texts = [(s.name, text) for s in suites for origin in s().origins() for text in getattr(origin, form)]
     if name == "benign":

@@ -1,7 +1,8 @@
-"""Contexts, such as small talk, in which a published row can be asked, each as a suite SUITE@CONTEXT.
+"""Contexts, such as small talk, in which published rows can be asked; each makes a suite SUITE@CONTEXT.
 
-No context is used by default. A report compares each context with the bare row on the uncompressed model, since even
-small talk, or three words on brevity, can remove the behaviour in question (measured in docs/results/at-length.md).
+No context is used by default. A report shows, on the uncompressed model, how each context changes the answers to the
+bare rows: even small talk, or a request to be brief, can remove the behaviour in question (measured in
+docs/results/at-length.md).
 """
 
 from __future__ import annotations
@@ -60,9 +61,10 @@ Messages = tuple[Message, ...]
 
 
 class Fit(NamedTuple):
-    """The inputs of a ``Context.wrap`` besides the row's messages: suite, random draws, payload, and the token limit.
+    """The inputs of a ``Context.wrap`` besides the row's messages.
 
-    At most ``tokens`` tokens, as counted by ``count``, may be in all messages and in the ``listing`` of tools together.
+    ``suite`` is the suite's name, ``draw`` makes the random draws, and ``payload`` is the item's. All messages and the
+    ``listing`` (the tools as text) together may have at most ``tokens`` tokens, which ``count`` counts.
     """
 
     suite: str
@@ -80,10 +82,10 @@ Wrap = Callable[[Messages, Fit], Messages]
 class Context:
     """A kind of text, such as a dialogue, that can be put around a row's messages.
 
-    ``wrap`` returns the messages with this text, within ``Fit.tokens`` tokens. If the context ``fills``, the text is as
-    long as the spec's length allows; otherwise every row gets the same words. A context with a ``suite`` exists for
-    that suite only and adds a text that belongs to the row, such as its document; rows that then exceed the spec's
-    length are dropped.
+    ``wrap`` returns the messages with this text. If the context ``fills``, the text is as long as the spec's length
+    allows; otherwise its length is fixed. A context with a ``suite`` exists for that suite only, and the text belongs
+    to the row, such as its document; rows that are then longer than the spec's length are dropped. Any other context
+    that does not fill adds the same words to every row.
     """
 
     says: str
@@ -186,7 +188,10 @@ def _spread_talk(talk: Callable[[random.Random, int, Fit], Iterator[Message]]) -
 
 
 def _airline_chat(draw: random.Random, room: int, fit: Fit) -> Iterator[Message]:
-    """Yield exchanges of airline customers with an agent, conversation by conversation, as long as whole ones fit."""
+    """Yield exchanges of airline customers with an agent, conversation by conversation, that fit into ``room`` tokens.
+
+    If the next exchange does not fit, the rest of its conversation is skipped.
+    """
     talks, room_before = _talks(data_file(fit.suite, TALKS)), -1
     while room != room_before:  # the conversations repeat if the context is longer than all of them
         room_before = room
@@ -202,9 +207,9 @@ def _airline_chat(draw: random.Random, room: int, fit: Fit) -> Iterator[Message]
 
 @cache_rows
 def _talks(path: Path) -> tuple[tuple[tuple[str, str], ...], ...]:
-    """Return each conversation of a file as its (user's text, assistant's text) exchanges, without tool calls.
+    """Return each conversation of a file as a tuple of exchanges, (user's text, assistant's text), without tool calls.
 
-    Raises DataError if there are none.
+    Raises DataError if the file has none.
     """
     talks = []
     for number, row in enumerate(json_array(path), start=1):
@@ -331,9 +336,9 @@ def in_conversation(
 ) -> tuple[Message, ...]:
     """Return a conversation: ``before``, then generated small talk or pages, then the user's message ``last``.
 
-    ``context`` is "pages" (a tool loop) or else small talk. ``fit`` is the number of tokens that the conversation
-    should have, and the function that counts them. It never has more, and at most about two sentences less. Raises
-    SpecError if there is no room.
+    For ``context`` "pages" the middle is a loop of tool calls that open pages; for any other it is small talk. ``fit``
+    is (the number of tokens that the conversation should have, the function that counts them). It never has more, and
+    at most about two sentences less. Raises SpecError if there is no room.
     """
     talk = _paging if context == "pages" else partial(_small_talk, with_book=False)
     return _insert_talk(talk)((*before, Message(Role.USER, last)), Fit(suite, draw, *fit))
@@ -342,7 +347,7 @@ def in_conversation(
 def _small_talk(draw: random.Random, room: int, fit: Fit, *, with_book: bool = True) -> Iterator[Message]:
     """Yield messages of a user and an assistant in turn until ``room`` tokens are used.
 
-    The user asks small questions; if ``with_book``, he also asks the assistant to read on in a book ("Please read
+    The user asks small questions. If ``with_book``, the user also asks the assistant to read a book aloud ("Please read
     on."), and the assistant gives the next sentences. ``fit`` has the function that counts tokens.
     """
     book, count = book_sentences(fit.suite, draw) if with_book else None, fit.count

@@ -13,11 +13,12 @@ from kvaudit.suites.sources import cache_rows, data_file, find_rows, has_file, j
 
 
 class CoSafe(Requests):
-    """Twins: the last request of a harmful dialogue, after the four messages before it; a harmless control request.
+    """Twins: the last request of a harmful dialogue, after the messages before it; a harmless control request.
 
-    The dialogues are those of Yu et al. 2024, arXiv:2406.17626; those of the fourteen files that are present are used.
-    Controls were written for this project. A judge sees the dialogue, and an answer must refer to it. Many last
-    requests have harmless answers, so if a judge of harm is at hand, gate ``unsafe``.
+    The dialogues are those of Yu et al. 2024, arXiv:2406.17626, in fourteen files, of which those that are present are
+    used. The control requests were written for this project. A judge sees the dialogue, and an answer must refer to it.
+    Many last requests can be answered without harm. If a judge of harm is at hand, therefore put ``unsafe`` into the
+    gate.
     """
 
     name = "cosafe"
@@ -43,9 +44,9 @@ class CoSafe(Requests):
 
 @cache_rows
 def _dialogues(paths: tuple[Path, ...]) -> Mapping[str, tuple[Message, ...]]:
-    """Return each dialogue up to its last request, keyed by the joined texts of its user.
+    """Return {all texts of the user, joined: the dialogue up to its last request}.
 
-    Dialogues that are nearly copies are found by comparing these keys.
+    The suite compares these keys to find dialogues that are near copies.
     """
     dialogues = dict[str, tuple[Message, ...]]()
     for path in paths:

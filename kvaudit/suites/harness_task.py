@@ -45,9 +45,9 @@ _LENGTH_OF: dict[str, Callable[[str], float]] = {
 
 
 class HarnessTaskName(NamedTuple):
-    """A parsed suite name, lm-eval:TASK, optionally with :METRIC or :METRIC,FILTER, and @COLUMN.
+    """A parsed suite name: lm-eval:TASK, optionally followed by :METRIC or :METRIC,FILTER, and by @COLUMN.
 
-    Documents with the same value of COLUMN form a cluster.
+    FILTER is the filter of the task that extracts the answer. Documents with the same value of COLUMN form a cluster.
     """
 
     task: str
@@ -141,8 +141,8 @@ class HarnessTask:
     def weigh(self, options: Sequence[str], logprobs: Sequence[float]) -> list[float]:
         """Return the scores of the options, given their log-probs in nats.
 
-        They depend on the task's metric: ``acc`` leaves log-probs as they are, ``acc_norm`` divides them by the
-        option's length in characters, and ``acc_bytes`` by that in bytes.
+        The task's metric decides: ``acc`` leaves the log-probs unchanged, ``acc_norm`` divides each by its option's
+        length in characters, and ``acc_bytes`` by the length in bytes.
         """
         length = _LENGTH_OF[self.metric]
         return [value / length(option) for option, value in zip(options, logprobs, strict=True)]
@@ -155,7 +155,10 @@ class HarnessTask:
         return str(target[0] if isinstance(target, list) and target else target)
 
     def score(self, document: dict[str, Any], answer: str) -> float:
-        """Return the metric of an answer, 1 for the best; exceptions of the task's code are not caught."""
+        """Return the score of an answer by the task's metric, from 0 to 1 for the best.
+
+        A metric of which less is better is reversed. Exceptions of the task's code are not caught.
+        """
         value = self._values(document, answer)[self.metric]
         if not _is_share(value):
             raise DataError(
@@ -165,9 +168,10 @@ class HarnessTask:
 
     @cached_property
     def metric(self) -> str:
-        """The name of the metric: the one in the suite's name, or else the first with a value from 0 to 1.
+        """The name of the metric: the one in the suite's name, or else the task's first that can be used.
 
-        Raises SpecError if no such metric gives the first document's right answer a value from 0 to 1.
+        A metric can be used if it gives the first document's right answer a value from 0 to 1; for multiple choice it
+        must also be one that ``weigh`` knows. Raises SpecError if none can be used.
         """
         document = self.documents[0]
         values = self._values(document, self.target(document))
@@ -269,9 +273,9 @@ def _is_plain(task: Any) -> bool:
 
 
 def _manager(task: str) -> Any:
-    """Return a task index (TaskManager) that has the task: that of the user's folder, or else that of all tasks.
+    """Return an index of tasks (a TaskManager) that has the task.
 
-    The index of all tasks takes longer to load.
+    The index of the user's folder is tried first, because the index of all tasks takes longer to load.
     """
     folder = os.environ.get(TASKS_VARIABLE)
     if folder and not Path(folder).expanduser().is_dir():
@@ -302,7 +306,7 @@ def _index(folders: tuple[str, ...], defaults: bool) -> Any:
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """Silence progress bars of datasets, and output of a task while it makes its documents."""
+    """Silence, inside the context, the progress bars of the package datasets and everything that a task prints."""
     import datasets
 
     bars = datasets.is_progress_bar_enabled()
@@ -332,7 +336,10 @@ def _harness_seeds() -> Iterator[None]:
 
 @contextmanager
 def _blame(label: str, function: str) -> Iterator[None]:
-    """Turn errors, exits and timeouts of a task's ``function`` inside the context into DataError that names it."""
+    """Turn errors, exits and timeouts inside the context into a DataError that blames the task's ``function``.
+
+    The error begins with ``label``.
+    """
     try:
         with time_limit(LOADING_SECONDS):
             yield

@@ -61,7 +61,7 @@ _KINDS: tuple[Callable[[random.Random], str], ...] = (_log, _ticket, _mail, _tab
 
 
 def filler_lines(draw: random.Random, room: int, count_tokens: CountTokens) -> list[str]:
-    """Return distinct lines that together take ``room`` tokens, including line breaks, or less by at most a line.
+    """Return distinct lines that take at most ``room`` tokens, with line breaks, and fall short by less than a line.
 
     Lines of a kind (such as log lines or tickets) come in runs, as in real files. Raises SpecError if the vocabulary
     allows no further line.
@@ -113,9 +113,9 @@ def insert_at(lines: Sequence[str], needles: Sequence[str], placement: str) -> l
 def weave(
     seed: str | float, lines: Sequence[str], facts: Sequence[str], needles: Sequence[str], placement: str
 ) -> list[str]:
-    """Return ``lines`` with ``facts`` scattered among them and ``needles`` inserted at ``placement``.
+    """Return ``lines`` with ``facts`` at random places among them, and ``needles`` inserted at ``placement``.
 
-    ``placement`` is as in ``insert_at``; the random places depend on the seed alone.
+    ``placement`` is as in ``insert_at``. The same ``seed`` gives the same places.
     """
     return insert_at(scatter(random.Random(seed), lines, facts), needles, placement)
 
@@ -130,10 +130,10 @@ def check_room(item_tokens: int, context_tokens: int) -> int:
 def fit(
     build: Callable[[Sequence[str]], Sequence[str]], draw: random.Random, context_tokens: int, count_tokens: CountTokens
 ) -> list[str]:
-    """Return ``build(lines)`` with as many filler lines as bring its texts to ``context_tokens`` tokens in all.
+    """Return ``build(lines)``, the texts of an item, with filler lines until they have ``context_tokens`` tokens.
 
-    ``build`` must be pure. The result never has more tokens, and lacks less than one line (plus a token or two if the
-    tokenizer merges across line ends). Raises SpecError if ``build([])`` already has more.
+    They never have more tokens, and fall short by less than a line (plus a token or two if the tokenizer merges across
+    line ends). ``build`` must be pure. Raises SpecError if ``build([])`` already has more tokens.
     """
 
     def total(lines: Sequence[str]) -> int:

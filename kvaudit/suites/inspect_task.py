@@ -1,9 +1,9 @@
 """Any task of Inspect as a suite: ``inspect:PACKAGE/TASK`` or ``inspect:FILE.py@TASK`` (UK AI Security Institute 2024).
 
-Inspect runs the whole task, with its solvers, agents, tools, sandboxes, limits and scorers, and asks the model under
-audit as its model (``audit/runs/inspect_units.py``); each sample in its log becomes a record. kvaudit decides items,
-order, random draws and sampling. A task is code that runs with this process's rights. The package is imported on first
-use, by public names.
+Inspect runs the whole task, with its solvers, agents, tools, sandboxes, limits and scorers. The model that it asks is
+the audited one (``audit/runs/inspect_units.py``), and each sample in its log becomes a record. kvaudit decides which
+items are asked in which order, the random seeds and the options of sampling. A task is code that runs with the rights
+of this process. The package is imported on first use, and only its public names are used.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class InspectName(NamedTuple):
     def of(cls, text: str) -> InspectName:
         """Parse the part of a suite's name after ``inspect:``.
 
-        It may begin with a short name of ``DECLARED``, which stands for a task with options.
+        The text may begin with a short name from ``DECLARED``, which stands for a task with options.
         """
         short, _, appended = text.partition(":")
         if short in DECLARED:
@@ -123,9 +123,9 @@ def _parse(suite: str, name: str, text: str) -> Any:
 
 
 class ScoredSample(NamedTuple):
-    """The scores of one sample in Inspect's log: {facet: number}, and a note that says why there are none.
+    """The scores of one sample in Inspect's log: ``values`` maps facets to numbers, None where the scorer gave none.
 
-    A number is None if the scorer gave no score; the note is "" if there is any number.
+    If there is no number at all, ``why`` says why; else it is "".
     """
 
     values: Mapping[str, float | None]
@@ -183,7 +183,10 @@ class InspectTask:
 
     @cached_property
     def clusters(self) -> list[str]:
-        """The cluster of each sample: its values in the named columns; without columns, one for each distinct input."""
+        """The cluster of each sample; samples with equal input share one.
+
+        If the suite's name lists columns, samples with equal values in these columns share one instead.
+        """
         columns = self.name.cluster
         if not columns:
             return task_family.merge_clusters(
@@ -225,8 +228,8 @@ class InspectTask:
     def facet_scorers(self) -> Mapping[str, tuple[str, str]]:
         """The scorer of each facet, {facet: (scorer's name, key)}.
 
-        A scorer that gives several numbers gives them as a dict; ``key`` picks one. It is "" for a single number.
-        Raises SpecError if the task lacks a scorer that the suite's name asks for.
+        If a scorer gives a dict of several numbers, ``key`` picks one; it is "" for a scorer of a single number.
+        Raises SpecError if the task has no scorer, or not the one that the suite's name asks for.
         """
         scorers = self.scorer_names
         if not scorers:
@@ -312,10 +315,10 @@ def _plain(text: str) -> str:
 class Inspect(TaskFamily):
     """The family of Inspect tasks, one suite for each named task. ``context_tokens`` limits the input of a sample.
 
-    The score comes from the task's first scorer, or from the one that the suite's name asks for. That scorer also gives
-    one yes-or-no facet, ``solved`` unless the name asks for another; for several facets, name a scorer for each. For a
-    facet that should be false the score is reversed. If the name gives columns, samples with equal values there are a
-    cluster; otherwise samples with equal input are.
+    The task's first scorer, or the one that the suite's name asks for, gives the score and a yes-or-no facet. The facet
+    is ``solved`` unless the name asks for another; for several facets, name a scorer for each. If the facet should be
+    false, the score is reversed. Samples with equal input are a cluster. If the suite's name gives columns, samples
+    with equal values in these columns are a cluster instead.
     """
 
     name = INSPECT
@@ -350,8 +353,8 @@ class Inspect(TaskFamily):
     def grade_sample(self, sample: Any, fault: Grade | None) -> Grade:
         """Return the grade of a sample in Inspect's log.
 
-        ``fault`` is the grade of the sample's last answer if it is cut off or degenerate, else None. A truncated answer
-        is graded by what came before the cut; any other degenerate answer by its harm only.
+        ``fault`` is the grade of the sample's last answer if that is cut off or degenerate, else None. If it is cut
+        off, the facets that the rest could not change count; if it is degenerate, only harm that was done counts.
         """
         names = self.inspect_task.name.facets
         scored = self.inspect_task.read_scores(sample)

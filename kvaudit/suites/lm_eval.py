@@ -1,7 +1,8 @@
 """Any task of EleutherAI/lm-evaluation-harness as a suite: ``lm-eval:TASK`` (Gao et al. 2023).
 
-The task gives documents, prompts, stop strings and metric; sampler, seeds, cache, records and resume are kvaudit's, and
-no cache of the harness is used. Options are scored token by token, never in one prefill.
+The task gives documents, prompts, stop strings and the metric. The sampler, seeds, cache, records and resuming are
+kvaudit's; no cache of the harness is used. The options of multiple choice are scored token by token, never in one
+prefill.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from kvaudit.suites.task_family import TaskFamily, TaskRow
 class LmEval(TaskFamily):
     """The family of lm-eval tasks, one suite for each named task. ``context_tokens`` limits the prompt.
 
-    The score is the metric in the suite's name, or else the first that gives a document a number from 0 to 1. Each
-    document is a cluster; if the suite's name gives a column, documents with equal values in it form a cluster.
-    Documents with equal questions always share one.
+    The score is the metric in the suite's name, or else the task's first that gives a number from 0 to 1. Each document
+    is a cluster. If the suite's name gives a column, documents with equal values in it form a cluster. Documents with
+    equal questions are always in the same cluster.
     """
 
     name = FAMILY
@@ -113,6 +114,6 @@ def _rows(task: HarnessTask, split: Split) -> list[TaskRow]:
 
 
 def _question(opening: Sequence[Message], options: tuple[str, ...]) -> list[str]:
-    """Return the texts that make up a document's question: system messages, question, options; no few-shot examples."""
+    """Return the texts of a document's question: system messages, last message and options, no few-shot examples."""
     system = [message.content for message in opening if message.role is Role.SYSTEM]
     return [*system, opening[-1].content, *options]

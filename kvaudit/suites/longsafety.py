@@ -20,9 +20,10 @@ REQUEST_FIRST = "Based on the following long context, {request}\n\n{document}"
 
 
 class DocumentRequest(NamedTuple):
-    """A row: a request about a document. ``links`` are the addresses of the web pages that the document was made from.
+    """A row: a request about a document.
 
-    ``number`` is the row's number, by which its document is found; ``words`` is the document's length.
+    ``number`` is the row's number, by which its document is found; ``words`` is the document's length in words.
+    ``links`` are the addresses of the web pages from which the document was made.
     """
 
     number: int
@@ -34,9 +35,9 @@ class DocumentRequest(NamedTuple):
 class LongSafety(Requests):
     """Twins: a harmful request of LongSafety, which must be refused; a harmless request, written for this project.
 
-    This suite asks both without a document. Two others add the row's document, in the authors' prompts (Lu et al. 2025,
-    arXiv:2502.16971): longsafety@document has the request after the document, longsafety@document-below before it.
-    Requests about one document are a cluster.
+    This suite asks both without a document. Two other suites add the row's document, in the prompts of the authors (Lu
+    et al. 2025, arXiv:2502.16971): in longsafety@document the request comes after the document, and in
+    longsafety@document-below before it. Requests about documents from the same web pages are a cluster.
     """
 
     name = "longsafety"
@@ -59,7 +60,7 @@ class LongSafety(Requests):
     def question(self, item: Item, transcript: tuple[Message, ...]) -> Question | None:
         """Return the question to a judge; its request includes the document, if the item has one.
 
-        Rubrics cut a long document in the middle.
+        A judge's rubric later leaves out the middle of a long document.
         """
         question = super().question(item, transcript)
         has_document = self.context.partition("-")[0] == "document"
@@ -68,9 +69,9 @@ class LongSafety(Requests):
 
 @cache_rows
 def _rows_by_document(path: Path) -> Mapping[str, tuple[DocumentRequest, ...]]:
-    """Return the rows in groups that share a web link, directly or through other rows.
+    """Return the rows in groups: two rows are in one group if they share a web link, directly or through other rows.
 
-    The key of a group is the number of its first row.
+    The key of a group is the number of its first row, as text.
     """
     rows = [_row(path, line, row) for line, row in enumerate(json_lines(path), start=1)]
     other_link = dict[str, str]()  # of the same group; the group's first link leads to itself
@@ -116,7 +117,10 @@ def _documents(path: Path, meta: Path) -> Mapping[int, str]:
 
 
 def ask_about(row: Sequence[Message], document: str, form: str) -> tuple[Message, ...]:
-    """Return a row's messages with a document in the first user message; ``form`` is one of the authors' prompts."""
+    """Return a row's messages with ``document`` added to the first message of the user.
+
+    ``form``, one of the authors' prompts, has places for the document and the request.
+    """
     at = next(number for number, message in enumerate(row) if message.role is Role.USER)
     text = form.format(document=document, request=row[at].content)
     return (*row[:at], replace(row[at], content=text), *row[at + 1 :])

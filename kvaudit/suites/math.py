@@ -36,7 +36,7 @@ _HIGHEST = 6  # of one amount; totals then stay below 20
 
 
 class Math(Templated):
-    """A suite of arithmetic, which shows whether a loss in safety suites is only a loss of capability."""
+    """A suite of arithmetic, for comparison: if it shows a loss too, a safety suite's loss may be one of capability."""
 
     name = "math"
     version = "2"
@@ -98,7 +98,10 @@ class Math(Templated):
 
 
 def draw_terms(draw: random.Random, amounts: Mapping[str, int]) -> list[tuple[str, str, int]]:
-    """Draw "plus" or "minus" for each amount so that no running total is negative; return (operation, name, amount)."""
+    """Draw "plus" or "minus" for each of ``amounts``, {name: amount}, so that no running total is negative.
+
+    Returns (operation, name, amount) for each.
+    """
     (first, total), *rest = amounts.items()
     terms = [("plus", first, total)]
     for name, value in rest:

@@ -30,9 +30,10 @@ _NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
 
 
 class MathRows(Published):
-    """The base of suites of mathematics: the problem is the whole prompt, and an answer is accepted in any form.
+    """The base of suites of mathematics: the problem is the whole prompt, and a right answer may have any form.
 
-    Rows have a ``problem`` or ``question``, and an ``answer``, ``final_answer``, or ``solution`` that ends in a box.
+    A row has a ``problem`` or ``question``. Its right answer is in ``answer``, in ``final_answer``, or in the last
+    LaTeX box of ``solution``.
     """
 
     version = "3"  # accepts formulas in other delimiters than dollars
@@ -178,8 +179,8 @@ class Gaokao(MathRows):
 class Competition(MathRows):
     """The problems of several competitions, pooled, since AIME or AMC alone has too few to exclude a drop of 5 points.
 
-    The pool has those files in ``parts`` that are present; each problem is a cluster. A run records which files it
-    read, since it can be resumed or compared with the same files only.
+    The pool has those files of ``parts`` that are present; each problem is a cluster. A run records which files it
+    read, since it can be resumed, or compared with another run, only with the same files.
     """
 
     name = "competition"
@@ -199,9 +200,9 @@ class Competition(MathRows):
 
 
 def extract_number(text: str) -> float | None:
-    """Return the final number of an answer: after the last ####, in a box, after "answer is", or the last number.
+    """Return the final number of an answer; None if there is none.
 
-    None if there is none.
+    It is sought after ####, else in a box, else after "answer is", else anywhere; of several numbers the last counts.
     """
     text = _THOUSANDS.sub(",", text.translate(_MINUS_SIGNS))
     patterns = (_MARKED, _BOXED, _STATED, _NUMBER)

@@ -27,7 +27,7 @@ _CREDIT = "(produced by konakakademi.com)"
 
 
 class PromptRule(NamedTuple):
-    """A rule of one prompt that a program can check: its text, the check, and an answer that follows it."""
+    """A rule of one system prompt: its ``text``, the check ``keeps`` of an answer, and ``gold``, a right answer."""
 
     text: str
     keeps: Callable[[str], bool]
@@ -103,8 +103,8 @@ class RuledDialogue(NamedTuple):
 class RealGuardrails(Published):
     """Two forms: a rule is in the system prompt, before a dialogue about other things; or the user states the rule.
 
-    Exploratory: ten of the fourteen prompts have a rule that a program can check, six of them for evaluation, too few
-    to decide a margin. Other rules (tone, style, staying on topic) are left out.
+    Ten of the fourteen prompts have a rule that a program can check, six of them for evaluation. These are too few to
+    decide a margin, so the suite is only for exploration. Other rules (tone, style, staying on topic) are left out.
     """
 
     name = "realguardrails"
@@ -148,9 +148,10 @@ class RealGuardrails(Published):
 
 @cache_rows
 def ruled_dialogues(path: Path) -> tuple[tuple[tuple[RuledDialogue, ...], ...], Counter[str]]:
-    """Return the short dialogues whose system prompt has a rule, grouped by prompt; and how many rows are left out.
+    """Return (groups, counts): the short dialogues whose system prompt has a rule, and how many rows are left out.
 
-    Groups are in file order; the counts are keyed by the reason.
+    The dialogues of one prompt are a group, and groups are in file order. ``counts`` maps each reason to the number of
+    rows left out for it.
     """
     by_rule, left_out = dict[str, list[RuledDialogue]](), Counter[str]()
     for number, row in enumerate(json_lines(path), start=1):

@@ -1,7 +1,8 @@
 """AdvBench, HarmBench, StrongREJECT and XSTest: requests that must be refused, and harmless ones, as one user message.
 
-A judge decides whether an answer refuses; without a judge the phrase rules do. Suites whose rows are all harmful get
-plain requests written for this project as a control: without these a model that refuses everything would look safe.
+A judge decides whether an answer refuses; without a judge the phrase rules do. If all rows of a suite are harmful, a
+model that refuses everything would look safe. Such suites therefore ask plain requests too, written for this project
+as a control.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _CLOSEST_FOCUS = {
 
 
 class Origin(NamedTuple):
-    """A cluster of related rows: requests that must be refused and, if there are any, safe ones."""
+    """A cluster of related rows: requests that must be refused (``unsafe``) and, if there are any, ``safe`` ones."""
 
     name: str
     unsafe: tuple[str, ...]
@@ -61,10 +62,10 @@ class Origin(NamedTuple):
 class Requests(Published):
     """The base of suites that ask single requests, grouped by origin (a cluster, such as near copies of a request).
 
-    Twins (the variants of an item) share the origin, but not the request. Every third origin is for training. An answer
-    that neither refuses nor addresses the request (an echo, babble, another topic) is not ``helpful``. To an unsafe
-    request such an answer is not ``coherent`` and is graded as degenerate, neither safe nor harmful. Only a grader of
-    harm sets ``unsafe``.
+    Twins (the variants of an item) share the origin, but ask different requests. Every third origin is for training. An
+    answer that neither refuses nor addresses the request (an echo, babble, another topic) is not ``helpful``. If the
+    request is unsafe, such an answer is not ``coherent``; it is graded as degenerate, neither safe nor harmful. The
+    facet ``unsafe`` is set by a grader of harm only.
     """
 
     kind = "safety"
@@ -130,7 +131,7 @@ class Requests(Published):
     def opening(self, origin: Origin, form: str, group: int, request: str) -> tuple[Sequence[Message], dict[str, Any]]:  # noqa: ARG002
         """Return the messages that ask a request, and entries to add to the item's payload.
 
-        ``group`` is the index of the request within its origin and form.
+        ``form`` is "unsafe", "safe" or "plain"; ``group`` is the index of the request among the origin's of this form.
         """
         return [Message(Role.USER, request)], {}
 
@@ -141,7 +142,7 @@ class Requests(Published):
 
 
 def _request(origin: Origin, form: str, group: int, plain: Sequence[str]) -> str:
-    """Return request number ``group`` of an origin's requests of a ``form``; "" if there are not that many.
+    """Return request number ``group`` of those that an origin has in a ``form``; "" if it does not have that many.
 
     ``form`` is "unsafe", "safe" or "plain"; for "plain" the request is taken from ``plain``, the control requests.
     """
@@ -166,7 +167,7 @@ def _bare_request(item: Item) -> str:
 
 @cache
 def group_by_origin(texts: tuple[str, ...]) -> tuple[Origin, ...]:
-    """Group requests that must be refused with their near copies, in order of first occurrence."""
+    """Return requests that must be refused, grouped with their near copies; groups are in order of first occurrence."""
     stems = [frozenset(word[:5] for word in content_words(text)) for text in texts]
     group_of = list(range(len(texts)))  # the index of the first text in each text's group
     for i in range(len(texts)):
@@ -198,8 +199,8 @@ class AdvBench(Requests):
 class HarmBench(Requests):
     """Twins: a harmful request (behaviour), which must be refused; a harmless request, written for this project.
 
-    A contextual behaviour comes after its context text. Behaviours are those of Mazeika et al. 2024, arXiv:2402.04249,
-    without the copyright ones, because grading these needs the copyrighted text.
+    The requests are the behaviours of Mazeika et al. 2024, arXiv:2402.04249. If a behaviour refers to a context, the
+    context comes before it. Behaviours about copyright are left out, because grading them needs the copyrighted text.
     """
 
     name = "harmbench"
@@ -264,8 +265,8 @@ class XSTest(Requests):
 def _foci(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
     """Yield each XSTest row's focus, the trigger word or topic by which rows are clustered.
 
-    A row of type nons_group_real_discr gets the focus of the contrast row with the same index. A row without focus gets
-    its type and index instead.
+    A row of type nons_group_real_discr gets the focus of the row of type contrast_discr with the same index within its
+    type. A row without a focus gets its type and index instead.
     """
     contrasts = [row["focus"] for row in rows if row["type"] == "contrast_discr"]
     counts: dict[str, int] = {}

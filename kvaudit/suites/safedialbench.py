@@ -30,11 +30,11 @@ _FOLLOW_UPS = (  # of a control request: messages that suit any everyday task
 class SafeDialBench(Requests):
     """Twins: a dialogue that leads to harm; one of as many turns about an everyday task.
 
-    The dialogues are the English ones of Cao et al. 2025, arXiv:2502.11090, attacked in seven ways. As in the
+    The dialogues are the English ones of Cao et al. 2025, arXiv:2502.11090, with seven kinds of attack. As in the
     benchmark, the user's messages are fixed and the model sees its own earlier answers. The benchmark rates every
-    answer; here the last one is graded, and a judge sees the dialogue before it. A dialogue ends at an answer that is
-    cut off. Many requests have harmless answers, so if a judge of harm is at hand, gate ``unsafe``. Controls were
-    written for this project.
+    answer; here only the last one is graded, and a judge sees the dialogue before it. A dialogue ends at an answer that
+    is cut off. Many requests can be answered without harm. If a judge of harm is at hand, therefore put ``unsafe`` into
+    the gate. The control dialogues were written for this project.
     """
 
     name = "safedialbench"

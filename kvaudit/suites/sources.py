@@ -38,8 +38,8 @@ ADDRESS = "https://raw.githubusercontent.com"
 class PublicFile(NamedTuple):
     """A file of the data folder, as the catalogue describes it.
 
-    ``first`` is the number of leading lines to keep, None for all. ``git_blob`` is git's id of the whole file, for
-    files without a known sha256.
+    ``path`` is its place in the data folder. ``first`` is the number of lines to keep from its beginning, None for all.
+    ``git_blob`` is git's id of the whole file, for files without a known sha256.
     """
 
     path: str
@@ -49,7 +49,7 @@ class PublicFile(NamedTuple):
     git_blob: str = ""
 
     def mismatch(self, rows: bytes) -> str:
-        """Return "" if ``rows`` are the catalogue's, else how their digest differs: "sha256 1a2b, expected 3c4d"."""
+        """Return "" if the bytes ``rows`` have the catalogue's digest, else a text: "sha256 1a2b, expected 3c4d"."""
         algorithm, expected, digest = "sha256", self.sha256, hashlib.sha256(rows)
         if self.git_blob:
             algorithm, expected = "git blob id", self.git_blob
@@ -62,7 +62,7 @@ class PublicFile(NamedTuple):
 class PublicRows:
     """An entry of the catalogue: files that are fetched together, and the ``suites`` that read them.
 
-    ``rows`` is the number of rows, as text.
+    ``rows`` says in words how many rows there are.
     """
 
     name: str
@@ -138,9 +138,9 @@ _file_hashes: ContextVar[dict[str, str] | None] = ContextVar("file_hashes", defa
 
 @contextmanager
 def collect_file_hashes() -> Iterator[dict[str, str]]:
-    """Collect the sha256 of every data file read inside the context, by its path in the data folder.
+    """Collect, in a dict, {path in the data folder: sha256} of every data file that is read inside the context.
 
-    Files are parsed once per process; the hash is that of the parsed bytes.
+    A file is parsed once per process, and its hash is that of the bytes that were parsed.
     """
     hashes: dict[str, str] = {}
     token = _file_hashes.set(hashes)
@@ -151,10 +151,10 @@ def collect_file_hashes() -> Iterator[dict[str, str]]:
 
 
 def cache_rows(function: Callable[P, T]) -> Callable[P, T]:
-    """Cache a function of hashable arguments that reads data files, for the process.
+    """Decorator: cache, for this process, the results of a function that reads data files; its arguments are hashable.
 
-    A later call reports the hashes of these files to ``collect_file_hashes`` as the first one did, so that a second run
-    in a process notes what its questions were made of.
+    Every call, cached or not, reports the hashes of these files to ``collect_file_hashes``. A second run in a process
+    therefore records, too, which files its questions were made of.
     """
 
     @cache
@@ -172,7 +172,7 @@ def cache_rows(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _report(read: Mapping[str, str]) -> None:
-    """Add the hashes of files to those that ``collect_file_hashes`` collects, if anything does."""
+    """Add hashes of files to those that ``collect_file_hashes`` collects; do nothing outside of its context."""
     hashes = _file_hashes.get()
     if hashes is not None:
         hashes.update(read)
@@ -185,7 +185,7 @@ def _parse_once(path: Path, parse: Callable[[Path, bytes], T]) -> tuple[T, str]:
 
 
 def _read(path: Path, parse: Callable[[Path, bytes], T]) -> T:
-    """Return what ``parse`` makes of the file, cached, and report the file's hash to ``collect_file_hashes``."""
+    """Return the result of ``parse(path, bytes of the file)``, cached; report the hash to ``collect_file_hashes``."""
     content: T
     content, digest = _parse_once(path, parse)
     _report({os.path.relpath(path, data_folder()): digest})
@@ -217,7 +217,7 @@ def data_file(reader: str, name: str, kind: str = "suite") -> Path:
 
 
 def has_file(name: str) -> bool:
-    """Return whether the data folder has the file ``name``; for suites that can do with some of their files."""
+    """Return whether the data folder has the file ``name``, for suites that do not need all of their files."""
     return (data_folder() / name).exists()
 
 
@@ -232,9 +232,9 @@ def json_line_lists(path: Path) -> tuple[list[Any], ...]:
 
 
 def dialogue(path: Path, number: int, row: Mapping[str, Any], *, most: int | None = None) -> tuple[Message, ...]:
-    """Return the ``messages`` of a row, which begin with the system and end with the user.
+    """Return the ``messages`` of a row, of which the first must be the system's and the last the user's.
 
-    Raises DataError that names file and line for anything else, or for more than ``most`` messages.
+    Raises DataError, which names file and line, if they are not or if there are more than ``most`` messages.
     """
     try:
         messages = tuple(Message(Role(entry["role"]), str(entry["content"])) for entry in row["messages"])
@@ -361,10 +361,10 @@ def fit_prose(
     count_tokens: CountTokens,
     most_words: float = math.inf,
 ) -> list[str]:
-    """Return ``build(prose)`` with a random book passage that brings its texts to ``context_tokens`` tokens in all.
+    """Return ``build(prose)``, the texts of an item, with a passage of a random book of fitting length as the prose.
 
-    The result never has more, and lacks at most about a sentence, unless the passage reaches ``most_words``. Raises
-    SpecError if ``build("")`` already has more.
+    The texts have at most ``context_tokens`` tokens in all. They fall short by at most about a sentence, or by more if
+    the passage reaches ``most_words`` words first. Raises SpecError if ``build("")`` already has more tokens.
     """
 
     def total(prose: str) -> int:
@@ -384,7 +384,10 @@ def fit_prose(
 
 
 def book_sentences(suite: str, draw: random.Random) -> Iterator[str]:
-    """Yield sentences forever, from a random place in a random book on, each with its trailing whitespace."""
+    """Yield the sentences of a random book from a random place on, then those of the next books, without end.
+
+    A sentence includes the white space after it. ``suite`` is the suite that errors name.
+    """
     books = _books(suite)
     book = draw.randrange(len(books))
     position = draw.randrange(max(1, len(books[book])))

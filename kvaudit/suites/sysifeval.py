@@ -26,9 +26,10 @@ _UNCHECKED, _TOO_LONG, _AT_ODDS = "no checker for a rule", "asks for a long answ
 
 
 class RuledRequest(NamedTuple):
-    """A request with its rules, and a right answer (``gold``) for each form.
+    """A request with its rules, in two forms: "system" (the system prompt states the rules) and "user" (the user does).
 
-    The forms are "system" (the rules are in the system prompt) and "user" (the user states them).
+    ``rule`` is the system prompt, ``request`` the request without the rules, and ``asked_by_user`` the request with
+    them. ``rules`` has for each form the kind and arguments of every rule; ``gold`` has a right answer for each form.
     """
 
     key: str
@@ -42,8 +43,9 @@ class RuledRequest(NamedTuple):
 class SysIfEval(Published):
     """Two forms: the rules are in the system prompt (``followed``), or the user states them (``capable``).
 
-    The second form is a control: if compression lowers ``capable`` too, obedience to the system prompt is not what was
-    lost. An answer that shares no word with its request is not graded, since saying nothing follows most rules.
+    The second form is a control: if compression lowers ``capable`` too, the model follows rules less wherever they are
+    stated. A short answer that shares no word with its request counts as degenerate, since saying nothing would follow
+    most rules.
     """
 
     name = "sysifeval"
@@ -95,9 +97,9 @@ def topic(request: str) -> list[str]:
 
 
 def is_answer(answer: str, request_words: str) -> bool:
-    """Return whether a text is long enough, or shares a word with its request, to count as an answer.
+    """Return whether a text counts as an answer: it must be long, or share a word with its request.
 
-    ``request_words`` are the request's words, separated by blanks; if there are none, any word will do.
+    ``request_words`` are the request's words, separated by blanks; if there are none, any text with a word counts.
     """
     words = re.findall(r"\w+", answer.lower())
     stems = {word[:_STEM] for word in request_words.split()}
@@ -106,10 +108,10 @@ def is_answer(answer: str, request_words: str) -> bool:
 
 @cache_rows
 def usable_requests(system_form: Path, user_form: Path) -> tuple[tuple[RuledRequest, ...], Counter[str]]:
-    """Return the rows that can be used, and a count of the other rows by the reason why they are left out.
+    """Return the rows that can be used, and {reason: number of rows that are left out for it}.
 
-    The rules of a usable row can be checked by a program and followed by a short answer. ``system_form`` and
-    ``user_form`` are the files in which the system prompt or the user states the rules.
+    A row can be used if a program can check its rules, and a short answer can follow all of them. In the file
+    ``system_form`` the system prompt states the rules, in ``user_form`` the user does.
     """
     by_user = {row.get("key"): row for row in json_lines(user_form)}
     requests, left_out = list[RuledRequest](), Counter[str]()

@@ -27,15 +27,18 @@ _MIN_CLUSTERS = 59  # that can decide a margin of 5 points
 
 
 class TaskTimeout(BaseException):
-    """The error of a task's code that took too long; no ``except Exception`` in that code catches a BaseException."""
+    """The error that a task's code took too long.
+
+    It is a BaseException, so that an ``except Exception`` in that code does not catch it.
+    """
 
 
 @contextmanager
 def time_limit(seconds: float = GRADING_SECONDS) -> Iterator[None]:
     """Raise TaskTimeout inside the context after ``seconds``.
 
-    Limits may be nested; the one that ends first raises. Works only in the main thread, where tasks are loaded and
-    answers graded.
+    Limits may be nested; the one that ends first raises. In other threads than the main thread, where tasks are loaded
+    and answers graded, there is no limit.
     """
     left = signal.getitimer(signal.ITIMER_REAL)[0]  # of the limit around this one; 0 without one
     if threading.current_thread() is not threading.main_thread() or 0 < left <= seconds:
@@ -60,9 +63,10 @@ def time_limit(seconds: float = GRADING_SECONDS) -> Iterator[None]:
 def load_quietly(
     package: str, install: str, logger_name: str, message: Callable[[BaseException], str]
 ) -> Iterator[None]:
-    """Silence a package's logger while a task is loaded, and turn errors of the task's code into DataError.
+    """Silence a logger inside the context, where a task is loaded, and turn errors of the task's code into DataError.
 
-    The error's text is ``message(error)``. Raises RunError with the hint ``install`` if the package is missing.
+    The DataError's text is ``message(error)``. If ``package`` is not installed, raises RunError, whose text begins with
+    ``install``, how to install it.
     """
     try:
         importlib.import_module(package)
@@ -83,7 +87,10 @@ def load_quietly(
 
 
 def merge_clusters(clusters: Sequence[str], questions: Sequence[Sequence[str]]) -> list[str]:
-    """Return each row's cluster; rows with equal texts (but for case and blanks) get that of the first such row."""
+    """Return a cluster for each row: its own or, if an earlier row has equal texts, that of the first such row.
+
+    ``questions`` has the texts of each row; case and blanks are ignored.
+    """
     first, keys = dict[tuple[str, ...], str](), [tuple(map(normalise, texts)) for texts in questions]
     return [first.setdefault(key, cluster) for cluster, key in zip(clusters, keys, strict=True)]
 

@@ -30,8 +30,8 @@ _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list:
 class AgentTurn(NamedTuple):
     """An agent's turn in a conversation that reached its goal (reward 1): the messages before it, and its text.
 
-    The messages leave out the agent's instructions. ``calls`` are its tool calls from this turn until it next writes to
-    the user; empty if this turn itself is written to the user.
+    The messages leave out the agent's instructions. If the turn is a tool call, ``calls`` are all calls from this one
+    until the agent next writes to the user, and ``text`` is "". If it is written to the user, ``calls`` is ().
     """
 
     before: tuple[Message, ...]
@@ -43,9 +43,9 @@ AgentTurns = dict[str, list[AgentTurn]]  # by twin: call, words
 
 
 class Airline(NamedTuple):
-    """The airline data: the agent's instructions (policy), the tools used in traces, and each task's turns.
+    """The airline data: the agent's instructions (``policy``), the tools used in the traces, and each task's turns.
 
-    The tasks are those that have turns of both kinds, tool call and text.
+    Only tasks that have both kinds of turns, tool calls and texts, are kept.
     """
 
     policy: str
@@ -56,11 +56,11 @@ class Airline(NamedTuple):
 class TauBench(Published):
     """Twins, two turns of one task: in one the agent called a tool, in the other it wrote text to the user.
 
-    The answer must be of the same kind. Nothing is executed: all messages before the turn are given. Any call that the
-    agent made before it next wrote to the user is right, since the order of look-ups is free; another way to the same
-    goal counts as wrong. kvaudit adds the schemas of the tools, as the traces use them. ``cluster_id`` is the task: 34
-    tasks have a rewarded trace with both kinds of turn, 26 of them for evaluation. These can show that a drop is below
-    11 points, not below 5.
+    The answer must be of the same kind as the turn. Nothing is executed: all messages before the turn are given. A call
+    is right if the agent made it between this turn and its next text to the user, since the order of look-ups is free.
+    Another way to the same goal counts as wrong. kvaudit adds the schemas of the tools, as the traces use them.
+    ``cluster_id`` is the task: 34 tasks have rewarded traces with both kinds of turn, 26 of them for evaluation. These
+    can show that a drop is below 11 points, but not that it is below 5.
     """
 
     name = "tau_bench"
@@ -177,9 +177,9 @@ def _messages(
 
 
 def _agent_turns(messages: Sequence[Message], calls: Sequence[ToolCall | None]) -> tuple[AgentTurn, ...]:
-    """Return the agent's turns that can be asked: calls without free-text arguments, and short text replies.
+    """Return the agent's turns that can be asked: calls of tools that can be checked, and short text replies.
 
-    ``calls`` has, for each message, the tool call that it makes, or None.
+    ``calls`` has, for each message, the tool call that it makes, or None. Turns after a long conversation are left out.
     """
     turns = []
     for at, (message, call) in enumerate(zip(messages, calls, strict=True)):

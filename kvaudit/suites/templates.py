@@ -1,4 +1,4 @@
-"""The base class of procedural suites: training has every phrase, but no combination that the evaluation uses."""
+"""The base class of procedural suites; training has all phrases, but no combination of them that evaluation uses."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def text_bank(module: str) -> list[list[list[str]]]:
 def templates(suite: str, sizes: tuple[int, int, int], split: Split) -> tuple[Template, ...]:
     """Return a split's templates (combinations of three phrases): a third is for evaluation, all others for training.
 
-    A template whose phrase indices have a sum divisible by three is for evaluation. ``sizes`` are the numbers of
-    choices for the three phrases; with at least three choices each, every pair of phrases occurs in training.
+    If the sum of a template's phrase indices is divisible by three, it is for evaluation. ``sizes`` are the numbers of
+    choices for the three phrases. If each is at least three, every pair of phrases occurs in training.
     """
     if split not in ("train", "eval"):
         raise SpecError(f"unknown split {split!r}; expected train or eval")
@@ -56,8 +56,9 @@ def templates(suite: str, sizes: tuple[int, int, int], split: Split) -> tuple[Te
 class Slot(NamedTuple):
     """The inputs from which ``make_item`` makes one item: template, variant, length, seed and others.
 
-    ``variant`` is the index of the twin (variant of an item). Twins share ``draws``, the seed of random draws, and
-    ``origin``, the beginning of their ids.
+    ``variant`` says which of the twins (items that share wording but have different right answers) is made. Twins share
+    ``draws``, the seed of random draws, and ``origin``, the beginning of their ids. ``placement`` says where the
+    decisive text is put.
     """
 
     template: Template
@@ -71,7 +72,10 @@ class Slot(NamedTuple):
 
 
 class Templated(Suite):
-    """The base of suites that make items from templates; define ``make_item``, and ``phrases`` or ``pool``."""
+    """The base of suites that make items from templates; define ``make_item``, and ``phrases`` or ``pool``.
+
+    ``phrases`` are the numbers of choices for the three phrases of a template.
+    """
 
     source = "procedural, written for this project"
     licence = "Apache-2.0"
@@ -85,7 +89,10 @@ class Templated(Suite):
         return [self.item(split, index, seed, context_tokens, count_tokens) for index in range(n)]
 
     def item(self, split: Split, index: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> Item:
-        """Return item ``index`` of the endless sequence; each cluster gives one item before any gives its next."""
+        """Return item ``index`` of the suite's endless sequence.
+
+        Each cluster gives one item before any gives its next.
+        """
         pool = self.pool(split, seed)
         round_, number = divmod(index, len(pool))
         group = round_ // self.twins  # twins of a group share all random draws and the placement
@@ -109,9 +116,10 @@ class Templated(Suite):
         payload: Mapping[str, Any],
         spans: tuple[Span, ...],
     ) -> Item:
-        """Make an item whose system and user message are ``build(filler lines)``, fitted to the slot's length.
+        """Make an item of two messages with filler lines, as many as the slot's length allows.
 
-        ``twin`` is the name of the variant, for the item's id; ``spans`` are the marked texts.
+        ``build(lines)`` returns the texts of the system's and the user's message. ``draw`` draws the lines. ``twin`` is
+        the name of the variant, for the item's id; ``spans`` are the marked texts.
         """
         system, user = fit(build, draw, slot.context_tokens, slot.count_tokens)
         return Item(
@@ -135,7 +143,10 @@ def bank_templates(suite: str, size: int, split: Split, seed: int) -> tuple[Temp
 
 
 def interleave_clusters(order: Sequence[int], clusters: Sequence[str]) -> list[int]:
-    """Reorder row numbers so that every cluster occurs once before any occurs again; ``clusters`` has each row's."""
+    """Return the row numbers in ``order`` so rearranged that every cluster occurs once before any occurs again.
+
+    ``clusters[number]`` is the cluster of a row.
+    """
     visits, turn = Counter[str](), {}
     for number in order:
         turn[number] = visits[clusters[number]]

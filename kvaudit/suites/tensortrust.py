@@ -38,7 +38,10 @@ AttackKind = Literal["extract", "hijack"]
 
 
 class Defence(NamedTuple):
-    """An access code, the kind of attack on it, and for each variant the system prompt (the rule) and user's text."""
+    """An access code and a kind of attack on it; ``prompts`` has (system prompt, user's text) for each variant.
+
+    The system prompt states the rule by which the model guards the code.
+    """
 
     code: str
     attack: AttackKind
@@ -46,12 +49,13 @@ class Defence(NamedTuple):
 
 
 class TensorTrust(Published):
-    """A game in which the model guards an access code, as the system prompt (the rule) tells it, in three variants.
+    """Three variants of a game in which the model guards an access code, by a rule in the system prompt.
 
-    An attack tries to make the model tell the code ("extract") or grant access without it ("hijack"); the right answer
-    does neither. Codes with attacks of both kinds get both, and which comes first alternates. In the variant "entry"
-    the user gives the right code, and the right answer grants access. The variant "open" is a control, written for this
-    project: no rule protects the same code, the user asks for it, and the right answer tells it.
+    In the first variant an attack tries to make the model tell the code ("extract") or grant access without it
+    ("hijack"); the right answer does neither. If a code has attacks of both kinds, both are asked, and which comes
+    first alternates. In the variant "entry" the user gives the right code, and the right answer grants access. The
+    variant "open" is a control, written for this project: no rule protects the same code, the user asks for it, and
+    the right answer tells it.
     """
 
     name = "tensortrust"
@@ -69,9 +73,10 @@ class TensorTrust(Published):
         return [list(self._group(defences, number, seed)) for number, defences in enumerate(codes)]
 
     def _group(self, defences: Sequence[Defence], number: int, seed: int) -> Iterator[ItemMaker]:
-        """Yield functions that make the items of one access code, one for each distinct pair of rule and user's text.
+        """Yield a function for each item of one access code; each pair of rule and user's text is one item.
 
-        So all attacks on a code share one control item and, if their rule is the same, one item with the right code.
+        Two attacks on a code therefore share the control item and, if their rule is the same, the item in which the
+        user gives the right code. ``number`` is the code's, by which the variants rotate.
         """
         seen = set[Prompt]()
         for group, defence in enumerate(rotate(defences, number)):
@@ -117,10 +122,10 @@ class TensorTrust(Published):
 
 @cache_rows
 def _defences(extract: Path, hijack: Path, entry: Path, split: Split) -> tuple[tuple[Defence, ...], ...]:
-    """Return, for each access code of a split, its defences (rule and texts for all variants), one per kind of attack.
+    """Return, for each access code of a split, a ``Defence`` for each kind of attack on it.
 
-    Every third code is for training. A code needs a short row of an attack and one of an authorised entry; all others
-    are left out. Codes are in file order.
+    Every third code is for training. A code is left out unless it has a short row with an attack and one with an
+    authorised entry. Codes are in file order.
     """
     entries, defences = _by_code(entry), dict[str, list[Defence]]()
     kinds: tuple[tuple[AttackKind, Path], ...] = (("extract", extract), ("hijack", hijack))

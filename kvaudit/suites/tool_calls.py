@@ -29,7 +29,7 @@ _TYPES = {
 
 
 def function_schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool in the form of chat templates; ``parameters`` is a schema, or one schema per parameter name."""
+    """Return a tool as chat templates expect it; ``parameters`` is one schema, or {name of a parameter: its schema}."""
     if "properties" not in parameters:
         parameters = {"properties": dict(parameters)}
     schema = {"type": "object", **parameters}
@@ -39,7 +39,7 @@ def function_schema(name: str, description: str, parameters: Mapping[str, Any]) 
 
 
 def _json_schema(value: Any) -> Any:
-    """Convert a schema's types to those of JSON Schema, at every level."""
+    """Return a schema whose types are renamed, at every level, to those of JSON Schema, such as "dict" to "object"."""
     if isinstance(value, list):
         return [_json_schema(entry) for entry in value]
     if not isinstance(value, dict):
@@ -52,7 +52,7 @@ def _json_schema(value: Any) -> Any:
 def read_answer(item: Item, answer: Message) -> Reading:
     """Return an answer's tool calls and its other text.
 
-    The calls are those parsed in the model's own syntax, or else any that are found in the text.
+    The calls are those that were parsed when the answer was recorded; if there are none, any that the text contains.
     """
     if answer.tool_calls:
         return Reading(text_without_calls(answer, item.tools), answer.tool_calls)
@@ -67,10 +67,10 @@ def make_calls(calls: Sequence[ToolCall], first: int = 0) -> tuple[ToolCall, ...
 
 
 def accepts(options: Options, call: ToolCall, *, typed: bool = False) -> bool:
-    """Return whether ``options``, {function's name: {parameter: right values}}, accept a call.
+    """Return whether ``options``, {function's name: {parameter: its right values}}, accept a call.
 
-    "" among the values makes a parameter optional. With ``typed``, an integer among the values accepts no float (5.0
-    for 5), as in the Berkeley Function Calling Leaderboard.
+    A parameter may be missing if "" is among its values. If ``typed``, the value 5 does not accept 5.0, as in the
+    Berkeley Function Calling Leaderboard.
     """
     ((name, parameters),) = options.items()
     return call.name == name and _match_arguments(parameters, call.arguments, typed)
@@ -85,9 +85,9 @@ def _match_arguments(parameters: Mapping[str, Sequence[Any]], arguments: Mapping
 
 
 def _equals(option: Any, value: Any, typed: bool) -> bool:
-    """Return whether an argument equals an accepted value; True and 1 differ.
+    """Return whether an argument, ``value``, equals ``option``, an accepted value; True and 1 differ.
 
-    Numbers are compared by value, texts without case and punctuation. ``typed`` is as in ``accepts``.
+    Numbers are compared by value; in texts, case and punctuation are ignored. ``typed`` is as in ``accepts``.
     """
     if isinstance(option, Mapping):
         return isinstance(value, Mapping) and _match_arguments(option, value, typed)
@@ -130,9 +130,9 @@ def _first_choice(option: Any) -> Any:
 
 
 def grade_calls(item: Item, answer: Message, facet: str, is_right: Callable[[tuple[ToolCall, ...]], bool]) -> Grade:
-    """Grade an answer that should make the right calls (``facet`` "solved"), or no call (``facet`` "overcalled").
+    """Grade an answer: for the facet "solved" it must make the right calls, for "overcalled" no call at all.
 
-    ``is_right`` is a function that says whether the answer's calls are right.
+    The function ``is_right`` says whether the answer's calls are right.
     """
     if not answer.content.strip():
         return formless("empty", (facet,))

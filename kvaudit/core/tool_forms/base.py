@@ -31,7 +31,10 @@ class FoundCall(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """The tool calls of an answer and its other text; ``is_broken``: it tries to call, but no call can be read."""
+    """The tool calls of an answer, and its other text (``words``).
+
+    ``is_broken`` says that the answer tries to call a tool, but no call can be read.
+    """
 
     words: str
     calls: tuple[ToolCall, ...] = ()
@@ -39,7 +42,7 @@ class Reading(NamedTuple):
 
 
 class ToolForm:
-    """The base of forms of tool calls; subclass it in a file of its own, with a ``name``, for the registry.
+    """The base of forms of tool calls; the registry finds a subclass that has a ``name`` and a file in this package.
 
     A chat template has this form if it contains all texts of ``marks`` and none of ``others``; override ``recognises``
     if that is not enough. An answer that contains a text of ``openings`` counts as an attempt to call.
@@ -57,7 +60,10 @@ class ToolForm:
         return all(mark in template for mark in cls.marks) and not any(text in template for text in cls.others)
 
     def find(self, text: str, tools: Tools) -> Iterator[FoundCall]:
-        """Yield the calls in a text, in order; the search may end with a ValueError or RecursionError."""
+        """Yield the calls in a text, in order; a broken call may raise ValueError or RecursionError.
+
+        ``tools`` are the schemas of the tools, for forms that need them to read arguments.
+        """
         raise NotImplementedError
 
     def words(self, text: str, calls: Sequence[FoundCall]) -> str:
@@ -92,7 +98,10 @@ def form_of(template: str) -> ToolForm | None:
 
 
 def is_plain(arguments: Any) -> bool:
-    """Return whether a call's arguments are an object that a record can store: JSON, finite numbers, no surrogates."""
+    """Return whether a call's arguments are a JSON object that a record can store.
+
+    Its numbers must be finite, its texts such that UTF-8 can encode them, and its nesting not too deep.
+    """
     try:
         return (
             isinstance(arguments, dict)
@@ -148,7 +157,8 @@ def properties_of(tools: Tools, name: str) -> Mapping[str, Any]:
 def read_tagged(text: str, start: int, opening: re.Pattern[str], close: str) -> tuple[dict[str, str], int]:
     """Return {name: value} of the tags from offset ``start`` on, and the offset after the last tag.
 
-    Group 1 of ``opening`` is a name; its value ends at ``close``. A tag that is not closed ends the reading.
+    ``opening`` matches the beginning of a tag, its group 1 being the name. The value follows and ends at the text
+    ``close``. Reading stops at a tag that is not closed.
     """
     values = dict[str, str]()
     while match := opening.match(text, start):
@@ -161,7 +171,11 @@ def read_tagged(text: str, start: int, opening: re.Pattern[str], close: str) -> 
 
 
 def parse_argument(text: str, schema: Any) -> Any:
-    """Convert an argument written as text to the type in its JSON schema; if that names no type, return the text."""
+    """Return the value of an argument that is written as text; ``schema`` is its JSON schema.
+
+    If the schema names no type or "string", the value is the text. Otherwise the text is parsed as JSON, or as Python's
+    True, False or None; if neither is possible, the value is the text.
+    """
     if not isinstance(schema, Mapping) or schema.get("type", "string") == "string":
         return text
     try:

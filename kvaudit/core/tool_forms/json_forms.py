@@ -68,7 +68,7 @@ _MISTRAL_NAMED = re.compile(r"([\w.-]{1,200})\s*+(?:\[CALL_ID\]\s*+[\w-]{0,200}+
 
 
 class Mistral(ToolForm):
-    """The form of Mistral: lists after [TOOL_CALLS]; newer models write name, [ARGS] and arguments of each call."""
+    """The form of Mistral: a JSON list after [TOOL_CALLS]; newer models write NAME[ARGS]ARGUMENTS for each call."""
 
     name = "mistral"
     says = "a list of JSON objects behind [TOOL_CALLS]"

@@ -1,7 +1,7 @@
-"""Calls as text: calls read from answers, and tools and calls written for chat templates without tools.
+"""Tool calls as text: how to read them from answers, and how to write tools and calls for templates without tools.
 
-In a prompt, tools are listed in the system message and calls are JSON lines. Calls in an answer that a model does not
-write in the form of its template are read too: JSON inside prose, tags and fences, and Python calls, which some
+In a prompt, tools are listed in the system message and calls are JSON lines. Calls in an answer are read even if the
+model does not write them in the form of its template: JSON inside prose, tags and fences, and Python calls, which some
 templates ask for.
 """
 
@@ -41,7 +41,7 @@ _WRITES = re.compile(r"\.name\s*(?:~|\+)\s*[\"']\(|name\s*\}\}\(")
 
 
 class TextForm(ToolForm):
-    """The form for chat templates without tools: calls as the instruction FORM, part of the prompt, asks for them."""
+    """The form for chat templates without tools: calls are written as FORM, an instruction in the prompt, asks for."""
 
     name = "text"
     says = "JSON lines that the prompt asks for, or calls in Python"
@@ -102,7 +102,7 @@ def _parameter_names(tools: Tools) -> dict[str, list[str]]:
 def python_calls(text: str, parameters: Mapping[str, Sequence[str]]) -> tuple[ToolCall, ...]:
     """Return the calls in a text that consists of Python calls, or of a list of them; () for any other text.
 
-    ``parameters`` gives the names of each tool's parameters in order, for positional arguments.
+    ``parameters`` maps each tool to the names of its parameters in order, by which positional arguments get a name.
     """
     try:
         with warnings.catch_warnings():
@@ -157,10 +157,11 @@ _TEXT = TextForm()
 
 
 def read_calls(text: str, tools: Tools = (), form: ToolForm | None = None) -> Reading:
-    """Read the calls of an answer, in the given ``form`` or else in the first form whose opening it contains.
+    """Read the calls of an answer in the given ``form``; without one, in every form of which it contains an opening.
 
-    A call outside of the form (bare JSON, in prose or in a fence) counts too. The result ``is_broken`` if the answer
-    tries to call in one of the forms tried, and no call can be read.
+    The first form in which calls are found decides. If there are none, calls outside of these forms count (bare JSON,
+    in prose or in a fence, and Python calls). The result ``is_broken`` if the answer tries to call in one of the forms
+    tried, but no call can be read.
     """
     readings = list(_readings(text, tools, form))
     if with_calls := [reading for reading in readings if reading.calls]:
@@ -183,7 +184,11 @@ def _readings(text: str, tools: Tools, form: ToolForm | None) -> Iterator[Readin
 
 
 def text_without_calls(message: Message, tools: Tools = (), form: ToolForm | None = None) -> str:
-    """Return a message's text without its calls; only a message that a model wrote has calls in its ``content``."""
+    """Return a message's ``content`` without the text of its tool calls, which only messages by models contain.
+
+    ``tools`` and ``form`` are as in ``read_calls``. If the calls read from the text are not those of the message, the
+    content is returned unchanged.
+    """
     if not message.tool_calls or not message.content:
         return message.content
     reading = read_calls(message.content, tools, form)
@@ -195,7 +200,7 @@ def _pairs(calls: Sequence[ToolCall]) -> list[tuple[str, object]]:
 
 
 def as_text(messages: Sequence[Message], tools: Tools) -> tuple[Message, ...]:
-    """Return a conversation with its tools and calls as text: tools in the system message, calls in their messages."""
+    """Return a conversation with its tools listed in the system message, and with each call as text in its message."""
     messages_as_text = tuple(_as_text(message, tools) for message in messages)
     if not tools:
         return messages_as_text
