@@ -54,7 +54,7 @@ PHRASE_ERRORS = "7 to 10 of 100 misread"
 
 
 def remarks(findings: Findings) -> Iterator[str]:
-    """Yield one line per remark that qualifies the verdict, such as a waiver; none for a run that needs no caution."""
+    """Yield one line per remark that qualifies the verdict, such as a waiver; there may be none."""
     why, stopped = findings.verdict.adjustment.reason, table_of(findings.provenance, STOPPED).items()
     positioned: list[tuple[int, Iterable[str]]] = [
         (10, not_measurable(findings)),

@@ -1,8 +1,8 @@
 """The interface of a statistic: a ``Statistic`` is declared in the file of its function, where the tests find it.
 
-A statistic is a function of paired item differences and their clusters that returns a frozen result with an estimate, a
-p-value and the names of its method and source (an ``Effect`` if the gate uses it). A file of this folder that declares
-none says so in its docstring, after "No statistic:", with what it has instead.
+A statistic is a function of paired item differences and their clusters. It returns a frozen result with an estimate, a
+p-value and the names of its method and source (an ``Effect`` if the gate uses it). If a file of this folder declares no
+statistic, its docstring has a line "No statistic:" that says what the file has instead.
 No statistic: the interface alone.
 """
 

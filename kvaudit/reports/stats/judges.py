@@ -108,7 +108,10 @@ def _error(table: npt.NDArray[np.float64], estimate: float, chance: float, n: in
 
 @dataclass(frozen=True, slots=True)
 class JudgeError:
-    """The errors of a judge on one arm's answers: sensitivity, specificity, and their sum - 1 with its lower limit."""
+    """The errors of a judge on one arm's answers: its sensitivity and its specificity.
+
+    ``informedness`` is sensitivity + specificity - 1 (Youden's J), ``informedness_low`` its lower limit.
+    """
 
     sensitivity: Proportion
     specificity: Proportion
@@ -122,8 +125,8 @@ class JudgeError:
 class DifferentialBias:
     """The largest drift that unequal errors of the judge in the two arms could cause, in score units.
 
-    ``bound`` follows from the estimated error rates (None if an arm lacks labels of a kind, 0 or 1); ``upper`` is its
-    upper confidence limit. The gaps are those of sensitivity and specificity, candidate - reference.
+    ``bound`` follows from the estimated error rates; it is None if an arm lacks human labels of 0 or of 1. ``upper`` is
+    its upper confidence limit. The gaps are those of sensitivity and specificity, candidate - reference.
     """
 
     bound: float | None
@@ -137,9 +140,9 @@ class DifferentialBias:
 def judge_error(judged: npt.ArrayLike, human: npt.ArrayLike, weights: npt.ArrayLike | None = None) -> JudgeError:
     """Return the error rates of one arm from the judge's and the human's 0/1 labels [n] of the same transcripts.
 
-    ``weights`` [n] are the numbers of transcripts that each labelled one represents. The intervals are for an effective
-    number of labels, in which each label counts as its weight divided by the largest weight (Korn & Graubard 1998, at a
-    smaller effective size).
+    ``weights`` [n] are the numbers of transcripts that each labelled one represents. The intervals are computed for an
+    effective number of labels: each label counts as its weight divided by the largest weight. This number is smaller
+    than that of Korn & Graubard 1998, which the idea follows.
     """
     label, truth = np.asarray(judged), np.asarray(human)
     share = np.ones(len(label)) if weights is None else np.asarray(weights, dtype=np.float64)

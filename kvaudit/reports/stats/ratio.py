@@ -31,11 +31,12 @@ _STEPS = 60  # bisection steps on the logarithm
 
 
 class Events(NamedTuple):
-    """How often an event happened on paired items: summed [...], and by cluster [..., C] of ``counts`` [C] items.
+    """How often an event happened on paired items, in total [...] and by cluster [..., C].
 
-    ``both`` counts items on which it happened with reference and candidate, ``before`` with the reference only,
-    ``after`` with the candidate only (fractions for items averaged over draws). ``reference`` and ``candidate`` are the
-    totals of either by cluster. ``floor`` [...] is the least design effect to assume (``tango.deff_floors``).
+    ``both`` counts the items on which it happened with reference and candidate, ``before`` with the reference only,
+    ``after`` with the candidate only; an item that averages several draws counts as a fraction. ``reference`` and
+    ``candidate`` are the totals of each side by cluster, ``counts`` [C] the items of each cluster. ``floor`` [...] is
+    the least design effect to assume (``tango.deff_floors``).
     """
 
     both: Array
@@ -80,9 +81,9 @@ def events_of(reference: Array, candidate: Array, counts: npt.NDArray[np.int64],
 def tang_scores(both: Array, before: Array, after: Array, n: Array | float, theta: Array | float) -> Array:
     """Return score statistics [...] of H0: candidate = theta * reference; positive if the data lie above theta.
 
-    Of ``n`` items, ``both`` have the event on both sides, ``before`` with the reference only, ``after`` with the
-    candidate only. The discordant share under H0 is its maximum likelihood value, the larger root of a quadratic. At
-    theta = 1 the statistic is McNemar's.
+    ``n`` is the number of items. ``both`` of them have the event on both sides, ``before`` with the reference only,
+    ``after`` with the candidate only. The discordant share under H0 is its maximum likelihood value, the larger root of
+    a quadratic. At theta = 1 the statistic is McNemar's.
     """
     # a p^2 + b p + c = 0, where p is the share of events of the reference only
     a = n * (1 + theta)
@@ -189,8 +190,9 @@ def shows_ratio(
 ) -> npt.NDArray[np.bool_]:
     """Return whether a few broken templates cannot hide a ratio of ``limit`` (the template rule, ``stats.rule``).
 
-    Takes the totals of events by cluster [..., C]. Clusters are weighted by items, and once more equally; both must
-    rule the limit out. An unseen template may have the event on all items with the candidate and on none with the
+    ``reference`` and ``candidate`` [..., C] are the numbers of events on each side by cluster, ``counts`` [C] the
+    numbers of items. The ratio must be ruled out twice: with clusters weighted by their items, and with equal weights.
+    It is assumed that an unseen template may have the event on all items with the candidate and on none with the
     reference.
     """
     above = limit * np.asarray(reference, dtype=np.float64) - np.asarray(candidate, dtype=np.float64)

@@ -29,7 +29,8 @@ def regression_effect(
 ) -> Effect:
     """Return the change of outcomes y [N] per unit of x [N] at equal controls [N, K]; a constant is added.
 
-    ``df`` of the t quantile default to C - 1; pass fewer if few clusters are informative of x.
+    ``clusters`` [N] names the cluster of each row. ``df`` are the degrees of freedom of the t quantile, by default C -
+    1; pass fewer if only a few clusters are informative of x.
     """
     outcome, design = np.asarray(y, dtype=np.float64), _design(x, controls)
     t = totals(outcome, clusters)

@@ -143,7 +143,7 @@ def cleared(passes: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
 class SuiteTotals(NamedTuple):
     """The contribution of one suite to a weighted sum of suites: ``weight`` * total of ``sums`` / total of ``counts``.
 
-    Both have one number for each template: the sum of its items' values, and how many items it has.
+    ``sums`` has for each template the sum of its items' values, ``counts`` the number of its items.
     """
 
     weight: float
@@ -157,7 +157,7 @@ class SuiteTotals(NamedTuple):
 def shows_margin(sums: npt.ArrayLike, counts: npt.ArrayLike, *, margin: float, alpha: float) -> npt.NDArray[np.bool_]:
     """Return whether totals [..., C] of templates with ``counts`` [C] items rule out a loss of ``margin``.
 
-    The loss must be ruled out with templates weighted by their items, like the drift, and once more with equal weights,
+    The loss must be ruled out twice: with templates weighted by their items, as in the drift, and with equal weights,
     so that no large template decides alone.
     """
     sizes = np.asarray(counts, dtype=np.float64)
@@ -172,8 +172,9 @@ def shows_above(above: Array, sizes: Array, *, worst: float, wanted: float) -> n
     """Return whether the template rule rules a limit out: a few broken templates cannot hide a loss beyond it.
 
     The limit is a margin, or a limit on a ratio. ``above`` [..., C] is how far each template's total lies above its
-    value at the limit, and ``sizes`` [C] are the numbers of items. ``worst`` is how far below the limit each item of a
-    template lies that is not in the sample and lost everything; ``wanted`` is the log-likelihood ratio to exceed.
+    value at the limit, and ``sizes`` [C] are the numbers of items. The rule also assumes a template that is not in the
+    sample and lost everything: each of its items lies ``worst`` below the limit. ``wanted`` is the log-likelihood ratio
+    that must be exceeded.
     """
     by_items = _rules_out(above, sizes, worst, wanted)
     if sizes.min() == sizes.max():
@@ -194,8 +195,9 @@ def chi_square_limit(clusters: int, alpha: float) -> float:
 def _exact_limit(clusters: int, margin: float, alpha: float) -> float:
     """Return the log-likelihood ratio that a sample must exceed to rule out a loss of the margin, 0 for no limit.
 
-    It is the ratio of a sample of equal templates with as few broken ones as are not too unlikely. k broken ones are
-    too unlikely if P(at most k broken) is EXACT * alpha or less when each template breaks with probability ``margin``.
+    Assume templates of equal size, each of which breaks with probability ``margin``. A number k of broken templates is
+    too unlikely if P(at most k broken) is EXACT * alpha or less. The limit is the ratio of a sample with the smallest k
+    that is not too unlikely.
     """
     broken = 0
     while special.bdtr(broken, clusters, margin) <= EXACT * alpha:
@@ -237,9 +239,11 @@ def too_large(counts: npt.ArrayLike, margin: float) -> bool:
 
 
 class Largest(NamedTuple):
-    """The ``number`` largest templates, their ``share`` of the items, and how often a loss in them goes ``unseen``.
+    """A set of the largest templates, how much it holds, and how often a loss in it is not seen.
 
-    The loss has the size of the margin and consists of whole templates among them, each equally likely.
+    ``number`` is how many templates it has, ``share`` their share of all items. ``unseen`` is the chance that no
+    template of a loss is sampled. The loss has the size of the margin. It consists of whole templates of the set, each
+    of which is equally likely to be lost.
     """
 
     number: int
@@ -250,8 +254,9 @@ class Largest(NamedTuple):
 def largest_alone(counts: npt.ArrayLike, margin: float) -> Largest:
     """Return the set of largest templates in which a loss of the margin most often goes unsampled.
 
-    Only sets with half of the items or more are considered. The loss is a failure of whole templates of the set. For
-    templates of equal size the set is all of them, and C_min makes the probability equal to the level.
+    Only sets with half of the items or more are considered. The loss is a total failure of some templates of the set.
+    If all templates have one size, the set is all of them, and with C_min templates the chance of missing the loss
+    equals the level.
     """
     sizes = np.sort(np.asarray(counts, dtype=np.float64))[::-1]
     shares, numbers = np.cumsum(sizes) / sizes.sum(), np.arange(1, len(sizes) + 1)
@@ -292,9 +297,9 @@ def _log_ratio(above: Array, unseen: float) -> Array:
     """Return the log-likelihood ratio [...] that the template rule tests: the maximum over l of sum log(1 + l * above).
 
     ``above`` [..., C] is how far each template's total lies above its value at the limit, for example at a loss of the
-    margin. ``unseen`` is how far a template that is not in the sample and lost everything would lie below it. l is at
-    least 0, and so small that no factor 1 + l * above is negative, nor 1 - l * unseen. The sum is concave in l, so the
-    maximum is where its slope is 0, which is found by bisection between 0 and the largest l.
+    margin. ``unseen`` is how far a template that is not in the sample and lost everything would lie below that value. l
+    is at least 0, and small enough that 1 - l * unseen and every 1 + l * above are 0 or more. The sum is concave in l,
+    so the maximum is where its slope is 0, which is found by bisection between 0 and the largest l.
     """
     most = 1 / np.maximum(unseen, -above.min(axis=-1, initial=0.0))[..., None]
     low, high = np.zeros_like(most), np.ones_like(most)

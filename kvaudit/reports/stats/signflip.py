@@ -67,7 +67,7 @@ class Signs(NamedTuple):
 class Moments(NamedTuple):
     """Means [..., B] of cells under B sign patterns, and their CR3 variances [..., B].
 
-    ``scale`` [..., 1] is the weighted sum of squares, compared with which a tiny variance is rounding error.
+    ``scale`` [..., 1] is the weighted sum of squares. A variance that is tiny compared with it is only rounding error.
     """
 
     mean: Array
@@ -184,7 +184,8 @@ def flip_moments(sums: Array, counts: Array, patterns: Array) -> Moments:
 def two_sided_pvalues(observed: npt.ArrayLike, flipped: Array, *, exact: bool) -> Array:
     """Return two-sided p-values [...] of observed t statistics [...].
 
-    ``flipped`` [..., B] are the statistics under B patterns of changed signs.
+    ``flipped`` [..., B] are the statistics under B patterns of changed signs; ``exact`` is whether these are all
+    possible patterns.
     """
     return _share(np.abs(flipped), np.abs(np.asarray(observed)), exact)
 
@@ -198,8 +199,8 @@ def max_t_pvalues(observed: Array, flipped: Array, *, exact: bool, step_down: bo
     """Return one-sided p-values [..., K] of a drop in K cells, adjusted together.
 
     ``observed`` [..., K] are the t statistics, ``flipped`` [..., K, B] those under B patterns of changed signs, the
-    same in all cells. Single-step compares each cell with the lowest statistic of all K; step-down with the lowest of
-    the cells that are not more extreme than itself.
+    same in all cells; ``exact`` is whether these are all possible patterns. Single-step compares each cell with the
+    lowest statistic of all K cells. Step-down compares it with the lowest of its own and of all less extreme cells.
     """
     order = np.argsort(observed, axis=-1)
     ranked = np.take_along_axis(observed, order, axis=-1)
@@ -216,9 +217,9 @@ def max_t_pvalues(observed: Array, flipped: Array, *, exact: bool, step_down: bo
 
 
 def _share(flipped: Array, observed: Array, exact: bool) -> Array:
-    """Return the share of sign patterns whose statistic is at least as extreme as the observed one.
+    """Return the share of sign patterns whose statistic is at least as large as the observed one.
 
-    If the patterns are random, the observed one counts as one more.
+    Unless the patterns are all possible ones (``exact``), the observed one is counted as one more pattern.
     """
     slack = 1e-9 * np.maximum(1.0, np.abs(observed))  # rounding must not break ties
     limit = observed - np.where(np.isfinite(slack), slack, 0.0)  # inf - inf is no limit
@@ -228,7 +229,7 @@ def _share(flipped: Array, observed: Array, exact: bool) -> Array:
 
 
 def _ratio(mean: Array, variance: Array, scale: Array) -> Array:
-    """Return mean / sqrt(variance), infinite where the variance is only rounding error beside ``scale``."""
+    """Return mean / sqrt(variance); infinite where the variance is only rounding error compared with ``scale``."""
     flat = variance <= 1e-12 * scale
     t = mean / np.sqrt(np.where(flat, 1.0, variance))
     return np.where(flat, np.copysign(np.where(mean == 0, 0.0, np.inf), mean), t)

@@ -25,7 +25,7 @@ _MOST_EXACT = 200  # pairs: the exact test takes a tenth of a second, and its ti
 
 
 def dose_weights(x: npt.ArrayLike) -> Array:
-    """Return the weights [D] with which the weighted sum of scores at doses x [D] is the least-squares slope."""
+    """Return weights [D] for scores at doses x [D]: the sum of weight times score is the least-squares slope."""
     doses = np.asarray(x, dtype=np.float64)
     assert doses.ndim == 1, doses.shape
     centred = doses - doses.mean()
@@ -84,9 +84,10 @@ STATISTIC = Statistic(
 
 
 def signed_rank_above(differences: npt.ArrayLike) -> float:
-    """Return the one-sided p-value that differences [N] lie above 0; zeros are left out, 1 if none remain.
+    """Return the one-sided p-value of Wilcoxon's signed-rank test for differences [N] that lie above 0.
 
-    With more than ``_MOST_EXACT`` differences it is that of a normal distribution, with a continuity correction.
+    Differences of 0 are left out; if no others remain, it is 1. It is exact for up to ``_MOST_EXACT`` differences; for
+    more it comes from a normal distribution, with a continuity correction.
     """
     values = np.asarray(differences, dtype=np.float64)
     values = values[values != 0]

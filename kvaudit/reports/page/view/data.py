@@ -134,8 +134,8 @@ def _turns(messages: Iterable[Message]) -> list[tuple[str, str]]:
 class ItemShades:
     """The shades of one item's answers: for every token a letter of LEVELS, the share of heads that still held it.
 
-    Tokens (``pieces``, ``roles``) are stored in full for the first answer only. Every other answer shares the first
-    ``same`` of them and adds its own.
+    Tokens (``pieces``, ``roles``) are stored in full for the first answer only. Every other answer stores ``same``, the
+    number of leading tokens that it has in common with the first, and its own tokens after these.
     """
 
     def __init__(self) -> None:
@@ -300,7 +300,10 @@ class Pair(NamedTuple):
 
 
 def places_of(data: RunData, flips: Sequence[Flip]) -> list[Pair]:
-    """Return the two records of each flip; of repeated answers the two that differ most in the flip's first metric."""
+    """Return the two records of each flip.
+
+    If an item was answered several times, the two answers that differ most in the flip's first metric are taken.
+    """
     keys = ["suite", "context_tokens", "item_id", "arm", "train_seed", "policy"]
     rows = data.records.loc[data.records["item_id"].isin({flip.item for flip in flips})]
     rows = rows.sort_values("sample_index", kind="stable")
@@ -333,7 +336,7 @@ def severity_rank(flip: Flip) -> int:
 
 
 def interleave_cells(flips: Sequence[Flip]) -> list[int]:
-    """Return an order of the flips (indices): one of each cell in turn, lost safety first.
+    """Return an order of the flips (as indices) that takes one flip from each cell in turn, lost safety first.
 
     So the first few flips already cover all cells.
     """

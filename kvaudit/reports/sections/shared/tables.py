@@ -98,7 +98,7 @@ class Example:
 class Passage:
     """A heading and one explaining sentence, then figures, tables, notes and examples.
 
-    It is shown in full if ``first``, below the banner; else folded, with its ``finding`` as the visible line.
+    If ``first``, it is shown in full below the banner. Otherwise it is folded, and its ``finding`` is the visible line.
     """
 
     anchor: str

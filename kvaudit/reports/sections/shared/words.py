@@ -53,7 +53,7 @@ def seed_text(seed: SeedDrift) -> str:
 
 
 def held_to(d: Decision) -> str:
-    """Return what limits the loss of a cell: its margin ("5 pp") or its limit on the ratio of rates ("1.1 x")."""
+    """Return the limit on the loss of a cell: its margin ("5 pp") or its limit on the ratio of rates ("1.1 x")."""
     return f"{d.ratio.limit:g} x" if d.ratio else f"{100 * (d.margin or 0):g} pp"
 
 
@@ -241,7 +241,10 @@ def rates_text(sides: Comparison, d: Decision) -> str:
 
 
 def has_little_to_lose(d: Decision) -> bool:
-    """Return whether the candidate lost, from a rate so low (under NEAR_FLOOR margins) that the loss looks small."""
+    """Return whether the candidate lost from so low a rate of the reference that the loss looks small.
+
+    So low is a rate below NEAR_FLOOR times the margin.
+    """
     if d.rates is None or d.margin is None:
         return False
     return 0 < d.rates.reference < NEAR_FLOOR * d.margin and d.rates.candidate < d.rates.reference
@@ -296,7 +299,7 @@ def with_length(sides: Comparison, text: str, tokens: int) -> str:
 
 
 def uncompressed_label(sides: Comparison) -> str:
-    """Return how to name what is uncompressed: "policy none", or the uncompressed setting of each engine."""
+    """Return the name for uncompressed serving: "policy none", or the uncompressed setting of each engine."""
     compressed = [policy for policy in sides.policies if not sides.is_uncompressed(policy)] or sides.policies
     conditions = {sides.uncompressed_of(policy) for policy in compressed}
     if not any(map(sides.is_engine, conditions)):
