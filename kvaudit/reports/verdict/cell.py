@@ -139,7 +139,7 @@ def decide_ratio(c: Contrast, ratio: Ratio, margin: float, pvalue: float) -> tup
     """Return status and reasons of one test against a ratio ("at most 1.1 times as many attacks succeed").
 
     ``margin`` is the loss that the ratio allows at the reference's rate, in score units. Human labels do not give the
-    reference's own rate, so a contrast that they decide never passes a ratio.
+    reference's own rate, so a contrast whose effect is computed from human labels never passes a ratio.
     """
     effect, templates = c.effect, templates_of(c)
     assert effect is not None, "a contrast without a number has no ratio"
@@ -234,11 +234,12 @@ def _largest_templates(templates: Sequence[SuiteTotals], margin: float) -> str:
 
 
 def decided_test(row: FamilyRow, margin: float, pvalues: Pvalues, limit: float | None = None) -> DecidedTest:
-    """Return one test decided against its margin, or against a ratio's ``limit``, which allows a loss of ``margin``.
+    """Return one test with its decision, against its margin, or against a ratio if ``limit`` is given.
 
-    A test whose effect could not be computed is INVALID. The recipe is the claim about training with any seed. Human
-    labels correct the effect, but not the variance between seeds: with them the recipe keeps its status only if it
-    agrees with that of the checkpoints, and is INCONCLUSIVE otherwise.
+    With a ratio, ``margin`` is the loss that ``limit`` allows. A test whose effect could not be computed is INVALID.
+    The recipe is the claim about training with any seed. Human labels correct the effect, but not the variance between
+    seeds. So if there are human labels, the recipe keeps its status only if it agrees with that of the checkpoints;
+    otherwise it is INCONCLUSIVE.
     """
     c, loss = row.contrast, "regression" if row.sign > 0 else "gain"
     if c.look is not None and c.effect is not None:
@@ -408,7 +409,7 @@ def decision(
 def _template_bound(test: DecidedTest, margin: float | None, alpha: float) -> float | None:
     """Return the lowest drift that could still hide in a few broken templates (the template rule, ``stats.rule``).
 
-    None without an effect or a margin, for a run in rounds, and if the interval reaches the margin already.
+    It is None without an effect or a margin, for a run in rounds, and if the interval reaches the margin already.
     """
     c, sign = test.row.contrast, test.row.sign
     if c.effect is None or c.look or margin is None or _mirrored(c.effect, sign).lower <= -margin:
@@ -417,9 +418,9 @@ def _template_bound(test: DecidedTest, margin: float | None, alpha: float) -> fl
 
 
 def _effective_templates(templates: Sequence[SuiteTotals], effect: Effect) -> float:
-    """Return the effective number of templates: how many of equal size they are worth.
+    """Return the effective number of templates: how many templates of equal size would show as much.
 
-    Of several suites it is the smallest.
+    If the test is over several suites, the number of the suite with the fewest is returned.
     """
     return min((effective_clusters(part.counts) for part in templates), default=effect.n_clusters)
 
@@ -432,6 +433,6 @@ def _parity(tests: Sequence[DecidedTest], margin: float) -> str:
 
 
 def by_judge(row: FamilyRow) -> FamilyRow:
-    """Return a test with its effect by the judge's labels if human labels decide it; any other test unchanged."""
+    """Return the test with the effect by the judge's labels if human labels decide it; any other test unchanged."""
     c = row.contrast
     return FamilyRow(replace(c, effect=c.judged, sums=c.judged_sums, judged=None), row.sign) if c.judged else row

@@ -27,7 +27,7 @@ class Answers:
     """The answers of one checkpoint, or of all seeds of an arm, on one metric at one length, averaged by item.
 
     A metric is the score of a suite, or one of its facets (yes-or-no properties of an answer). Items are in order of
-    cluster. ``draws`` is the largest number of answers of an item, over samples and seeds.
+    cluster. ``draws`` is the largest number of answers to one item, over samples and seeds.
     """
 
     suite: str
@@ -85,7 +85,8 @@ def _texts(rows: pd.DataFrame, column: str) -> npt.NDArray[np.str_]:
 def _read(rows: pd.DataFrame) -> Array:
     """Return 1 for rows [n] whose answer could be read, else 0.
 
-    This is the facet ``well_formed``, or where it has no value, whether the outcome is not "degenerate".
+    That is the value of the facet ``well_formed``. A row without this facet counts as read unless its outcome is
+    "degenerate".
     """
     outcomes = rows["outcome"].astype(str).to_numpy(dtype=np.str_) if "outcome" in rows else np.array([""])
     read: Array = np.ones(len(rows)) * (outcomes != Outcome.DEGENERATE.value)  # [n]
@@ -329,13 +330,12 @@ def judge_may_pass(people: LabelSummary, margin: float) -> bool:
 class Contrast(CellName):
     """One measured difference in one cell; ``estimand`` says which, such as candidate - reference served alike.
 
-    ``reasons`` says why ``effect`` is None, and is empty if it is not. ``effect`` is about the checkpoints that were
-    measured, averaged over paired seeds; ``sums`` are its differences by template. ``recipe`` (three seeds or more)
-    adds the variance between seeds. The estimate uses a judge's best guess for answers that it was unsure of. Its
-    bounds also hold with all of these counted as desired, or as undesired, on both sides, and with unscored answers
-    counted for and against the candidate (``best``, ``worst``). ``readings`` are the sums in each of these cases.
-    ``seed_noise`` is the variance of one seed's estimate due to its items alone, ``by_seed`` the drift of every seed if
-    several are averaged.
+    If ``effect`` is None, ``reasons`` says why. ``effect`` is about the checkpoints that were measured, averaged over
+    paired seeds; ``sums`` are its differences by template. ``recipe`` (three seeds or more) adds the variance between
+    seeds. The estimate uses a judge's best guess for answers that it was unsure of. Its bounds also hold with all of
+    these counted as desired, or as undesired, on both sides, and with unscored answers counted for and against the
+    candidate (``best``, ``worst``). ``readings`` are the sums in each of these cases. ``seed_noise`` is the variance of
+    one seed's estimate due to its items alone, ``by_seed`` the drift of every seed if several are averaged.
     """
 
     effect: Effect | None = None

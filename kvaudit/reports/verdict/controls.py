@@ -381,9 +381,10 @@ def shipped_rates() -> ErrorRates:
 
 
 class RoundsErrorRates(NamedTuple):
-    """How often a run in rounds that lost exactly its margin passes and fails, at most over the simulated designs.
+    """How often a run in rounds that lost exactly its margin passes, and how often it fails.
 
-    ``margins`` are the simulated ones, ``level`` is the gate's, ``simulations`` counts those behind each rate.
+    ``passes`` and ``fails`` are the highest rates of all simulated designs. ``margins`` are the simulated margins,
+    ``level`` is the gate's, ``simulations`` is the number of runs behind each rate.
     """
 
     passes: float
@@ -431,7 +432,8 @@ class Moves(NamedTuple):
 class NoiseComparison:
     """Whether a setting changes answers more than the engine's noise does.
 
-    Noise is what changes when the reference is asked again; only answers to requests that were asked twice count.
+    Noise is what changes when the reference is asked again. Only answers to requests that were asked twice are
+    compared.
     """
 
     answers: int
@@ -469,7 +471,7 @@ def canaries_of(records: pd.DataFrame, repeated: Mapping[str, pd.DataFrame], com
     """Return the canaries of every engine's condition (setting): do its answers show that the setting acts?
 
     It acts if they differ from the uncompressed answers by more than the engine's own noise. ``repeated`` holds the
-    records of requests asked a second time, by their order: same or shuffled.
+    records of requests asked a second time, by the order of asking: the same or shuffled.
     """
     places, conditions = dict[tuple[str, str, str, int], Canary](), dict[str, Canary]()
     for condition, reference in comparison.references.items():
@@ -547,7 +549,7 @@ def checked_by_canary(c: Contrast, comparison: Comparison, canaries: Canaries) -
 
 
 def noisy_conditions(canaries: Canaries) -> dict[str, str]:
-    """Return for each engine setting (condition) that the engine's noise hides a sentence that says so."""
+    """Return a sentence for each engine setting (condition) whose effect the engine's noise hides, by setting."""
     return {
         name: _noise_text(canary) for name, canary in canaries.conditions.items() if canary.moved and not canary.acts
     }

@@ -88,7 +88,7 @@ def shown_cells(drift: Drift, rules: Rules) -> list[GatedCell]:
 
 
 def gated_facets(sides: Comparison, rules: Rules) -> CellFilter:
-    """Return the cells in which a verdict needs facets: where a facet, or the score of its suite, is decided."""
+    """Return the cells (by difference, policy and length) in which the verdict may need facets."""
     estimands: tuple[str, ...] = (sides.base,)
     policies = {*rules.primary, *rules.deployable}
     if sides.mode != "serving":
@@ -212,7 +212,10 @@ _Test = tuple[_Part, ...]
 
 @dataclass(frozen=True)
 class TestFamily:
-    """The p-values of tests for a drop, adjusted together, and the same by Holm; 1 for a test without an effect."""
+    """The p-values of tests for a drop, adjusted together, and the same p-values adjusted by Holm.
+
+    A test without an effect has the p-value 1.
+    """
 
     pvalues: tuple[float, ...]
     holm: tuple[float, ...]
@@ -242,7 +245,7 @@ def _bonferroni(rows: Sequence[FamilyRow], alpha: float) -> float:
 
 
 def holm_family(pvalues: Sequence[float | None]) -> tuple[float, ...]:
-    """Return Holm-adjusted p-values in the given order; 1 for None."""
+    """Return Holm-adjusted p-values in the given order; a p-value of None becomes 1."""
     numbered = [i for i, value in enumerate(pvalues) if value is not None]
     result = [1.0] * len(pvalues)
     for index, value in zip(numbered, holm([p for p in pvalues if p is not None]), strict=True):

@@ -393,13 +393,16 @@ def default_concordant(answers: Sequence[PairedAnswers]) -> int:
 
 
 def records_digest(records: pd.DataFrame) -> str:
-    """Return a hash of the scored records in any order, so that labels are not applied to other records."""
+    """Return a hash of the scored records, with which labels are kept from being applied to other records.
+
+    It does not depend on the order of the records.
+    """
     hashes = pd.util.hash_pandas_object(records[list(DIGESTED)], index=False).to_numpy()
     return hashlib.sha256(np.sort(hashes).tobytes()).hexdigest()
 
 
 def shown_answers(data: RunData, answers: Sequence[tuple[PairedAnswers, Indices]]) -> dict[AnswerPlace, ShownAnswer]:
-    """Return by place what a labeller sees of every chosen answer, read from the run's records.
+    """Return what a labeller sees of every chosen answer, by the answer's place; it is read from the run's records.
 
     An answer that counts for several metrics is shown once for each, since its labels may differ.
     """

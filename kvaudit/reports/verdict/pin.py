@@ -1,7 +1,8 @@
 """The pinned reference: the checkpoints that every later candidate is compared with.
 
 If each release were compared with the one before, each could lose up to the margin again. A pin identifies weights, not
-names: a run may give the pinned reference any arm name. Seeds must match only if the arm has the name in the pin.
+names: a run may give the pinned reference any arm name. But if the pin has a checkpoint with the run's own arm name and
+seed, the weights must be those of that checkpoint.
 """
 
 from __future__ import annotations

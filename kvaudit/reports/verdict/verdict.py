@@ -215,7 +215,7 @@ def worst(statuses: Iterable[Status]) -> Status:
 
 
 def worst_recipe(statuses: Sequence[Status | None]) -> Status | None:
-    """Return the worst of the statuses of recipes (ways of training), None if any is missing."""
+    """Return the worst of the statuses of recipes (ways of training); None if any of them is None."""
     verdicts = [status for status in statuses if status]
     return worst(verdicts) if verdicts and len(verdicts) == len(statuses) else None
 
@@ -271,7 +271,10 @@ class Waiver:
     estimand: str | None = None
 
     def covers(self, status: str, place: Mapping[str, Any]) -> bool:
-        """Return whether the waiver covers a cell with this ``status``, at this ``place`` (values by selector)."""
+        """Return whether the waiver covers a cell with this ``status``.
+
+        ``place`` gives the cell's value of each selector, such as its suite.
+        """
         selectors = {name: getattr(self, name) for name in WAIVER_SELECTORS}
         return status in self.status and all(place[k] == v for k, v in selectors.items() if v is not None)
 
@@ -282,7 +285,10 @@ def read_waivers(path: Path) -> YamlFile:
 
 
 def active_waivers(comparison: Comparison, file: YamlFile | None, today: date | None) -> tuple[Waiver, ...]:
-    """Return the waivers that are valid ``today``, none without a file; raises SpecError like ``parse_waivers``."""
+    """Return the waivers of a file that are valid ``today``, none if ``file`` is None.
+
+    Raises SpecError like ``parse_waivers``.
+    """
     return () if file is None else parse_waivers(file, comparison, today or date.today())
 
 
