@@ -256,8 +256,8 @@ def cell_message(sides: Comparison, d: Decision) -> str:
 def before_and_after(sides: Comparison, d: Decision) -> str:
     """Return the rates of both sides, such as "0 → 5.6 %"; where there are none, the drift in percentage points.
 
-    A difference of differences has no such rates. A cell decided by human labels gets the drift too: human labels give
-    no rate of each side, and the judge's rates would not fit the bounds by human labels.
+    A difference of differences has no such rates. A cell decided by human labels gets the drift too: human labels do
+    not give the rate of each side, and the judge's rates would not fit the bounds by human labels.
     """
     if d.judged and d.effect:
         return f"{_sign(sides, d) * d.effect.estimate:+.1f} points by human labels"
@@ -285,7 +285,7 @@ def _limit_and_bound(sides: Comparison, d: Decision) -> tuple[str, str]:
 
 
 def _sign(sides: Comparison, d: Decision) -> int:
-    """Return the factor from a cell's drift to percentage points of the event shown: 100, or -100 for an unwanted one.
+    """Return the factor from a cell's drift to percentage points of the event: 100, or -100 for an unwanted event.
 
     A drift counts the wanted outcome, so more of an unwanted event is a negative drift.
     """

@@ -56,7 +56,11 @@ def _about(compared: MetricComparison, d: Decision) -> str:
 
 
 def comparison_cautions(compared: MetricComparison) -> list[str]:
-    """Return what the quoted drift cannot show: templates that were not sampled, and the gate's error rates."""
+    """Return cautions to read with the quoted drift.
+
+    They are about templates that may have gone unsampled, losses that a few broken templates could hide, and the gate's
+    error rates.
+    """
     findings = compared.findings
     fewest = compared.records.groupby(["arm", "suite", "context_tokens"])["cluster_id"].nunique().min()
     units = "templates" if findings.drift.unclustered is None else "items"

@@ -141,7 +141,7 @@ def _unscored_by(metric: str, log: Log) -> Iterator[str]:
 
 
 def _run_reasons(log: Log) -> Iterator[Reason]:
-    """Yield reasons against comparing for records that are missing or changed in the chosen part of a kvaudit run."""
+    """Yield reasons against comparing if records are missing or changed in the chosen part of a kvaudit run."""
     if log.run is None:
         return
     comparison = comparison_of(log.run.spec, log.run.records, log.run.provenance)

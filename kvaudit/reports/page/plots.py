@@ -242,7 +242,8 @@ def ungated_status(c: Contrast, margin: float | None, *, is_measurable: bool = T
 def suite_margin(findings: Decided, c: Contrast) -> float | None:
     """Return the margin of a drift's suite; None if it is the drift of a facet.
 
-    The PASS of a facet also needs answers in a form that can be read, which only the gate checks.
+    A facet's status cannot be shown by its margin alone: its PASS also needs answers in a readable form, which only the
+    gate checks.
     """
     return None if c.suite in findings.comparison.facets else findings.rules.margins.get(c.suite)
 

@@ -91,7 +91,10 @@ class RunData:
 
     @cached_property
     def floor(self) -> RepeatedAnswers:
-        """The answers of engines to requests asked a second time; raises DataError for files that do not fit."""
+        """The answers of engines to requests asked a second time.
+
+        Raises DataError for files that do not fit the run's records.
+        """
         return read_floor(self.run, self.records)
 
     def records_at(self, places: Iterable[tuple[str, int]]) -> Iterator[tuple[tuple[str, int], Record]]:

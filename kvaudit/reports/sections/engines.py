@@ -174,7 +174,7 @@ class FloorSection(Section[Units]):
         yield from (f"{FLOOR_FOLDER}/{name}: not finished (no seal); resume the run" for name in floor.unfinished)
 
     def tables(self, value: Units, decided: Decided) -> Iterator[Table]:
-        """Yield a table of how often texts were equal when asked again, and of each metric in which an answer changed.
+        """Yield a table of the second answers: how many have the same text, and each metric in which an answer changed.
 
         It has a row for each unit (checkpoint, policy, suite, length) and way of asking again (same or another order).
         """

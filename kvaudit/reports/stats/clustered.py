@@ -145,7 +145,10 @@ def t_effect(t: Totals, variance: float, *, df: float, alpha: float, method: str
 
 
 def t_bounds(mean: npt.ArrayLike, variance: npt.ArrayLike, df: npt.ArrayLike, *, alpha: float) -> Bounds:
-    """Return t intervals and p-values of means [...] with variances [...] and degrees of freedom [...]."""
+    """Return t intervals and p-values of means [...] with variances [...] and degrees of freedom [...].
+
+    The one-sided bounds are at ``alpha``, the two-sided interval is at 95 %.
+    """
     center: Array = np.asarray(mean, dtype=np.float64)
     error: Array = np.sqrt(np.asarray(variance, dtype=np.float64))
     # the printed interval, and the bounds of the gate
@@ -156,7 +159,7 @@ def t_bounds(mean: npt.ArrayLike, variance: npt.ArrayLike, df: npt.ArrayLike, *,
 
 
 def _drop_pvalues(mean: Array, error: Array, df: npt.ArrayLike) -> Array:
-    """Return P(T <= mean/error), T with ``df`` degrees of freedom; for an error of 0 it is 0, 1/2 or 1."""
+    """Return P(T <= mean/error) for a t-distributed T with ``df`` degrees of freedom; 0, 1/2 or 1 for an error of 0."""
     spread = error > 0
     without = np.where(mean == 0, 0.5, (mean > 0).astype(np.float64))
     ratio = mean / np.where(spread, error, 1.0)

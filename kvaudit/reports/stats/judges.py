@@ -199,5 +199,8 @@ def _gap(reference: Proportion, candidate: Proportion) -> WeightedEstimate:
 
 
 def _absolute(weight: float, gap: WeightedEstimate) -> WeightedEstimate:
-    """Return |gap|, weighted, as one part of a MOVER sum; its interval begins at 0 if that of the gap includes 0."""
+    """Return |gap| with its ``weight``, as one part of a MOVER sum.
+
+    If the interval of the gap includes 0, that of |gap| begins at 0.
+    """
     return WeightedEstimate(weight, abs(gap.estimate), max(0.0, gap.low, -gap.high), max(abs(gap.low), abs(gap.high)))

@@ -1,9 +1,9 @@
 """A coefficient of a least-squares regression with controls and clustered errors.
 
-The variance is the cluster jackknife of the whole regression (CR3: refitted without each cluster) with t_{C-1}, as for
-every other clustered mean; for binary outcomes the coefficient is a difference of shares (linear probability). It is an
-association, not a cause. Collinear controls are harmless; if the variable itself is determined by the controls, nothing
-can be estimated: check ``telling_clusters`` first.
+The variance is the cluster jackknife of the whole regression (CR3: refitted without each cluster). The t quantile has C
+- 1 degrees of freedom, as for every other mean over C clusters. For binary outcomes the coefficient is a difference of
+shares (linear probability). It is an association, not a cause. Collinear controls are harmless; but if the controls
+determine the variable itself, nothing can be estimated: check ``telling_clusters`` first.
 """
 
 from __future__ import annotations

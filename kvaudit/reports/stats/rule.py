@@ -2,21 +2,21 @@
 
 Non-inferiority within a declared margin is PASS, FAIL or INCONCLUSIVE (Piaggio et al. 2012, JAMA 308:2594); gate and
 calibration share these functions. If a share D of templates breaks totally, C independent templates miss all of them
-with probability (1-D)^C, so a PASS needs C_min templates. Doses are tested in a fixed order from the mildest until the
-first failure, which needs no adjustment (Maurer, Hothorn & Lehmacher 1995).
+with probability (1-D)^C, so a PASS needs C_min templates. Doses are tested in a fixed order, the mildest first, until
+one fails; this needs no adjustment (Maurer, Hothorn & Lehmacher 1995).
 
 The template rule: could templates like the observed ones, weighted differently, hide a loss of the margin? Evicting
 cache entries often breaks a few templates totally and leaves the others unchanged. A sample may have too few broken
 templates, or none, and then its variance does not show them. So a PASS also needs an empirical likelihood ratio (Owen
-1988, Biometrika 75:237) over template totals: how unlikely are weights of the observed templates, plus one unseen
-template that lost everything, for which the mean is at the margin? The worst unseen point is that of bounded means
-(Honda & Takemura 2010, COLT; Phan et al. 2021, ICML). ``SHARPNESS`` makes the chi-square limit valid for C_min
-templates; it was found by simulation (``bench.calibration``). If no answer differs, the log ratio is
-C * -log(1 - margin). C_min templates are required as well, because the chi-square limit alone would accept 34 where
+1988, Biometrika 75:237) over template totals. One unseen template that lost everything is added to the observed ones,
+and the templates are weighted so that their mean lies at the margin: how unlikely are such weights? The worst unseen
+point is that of bounded means (Honda & Takemura 2010, COLT; Phan et al. 2021, ICML). ``SHARPNESS`` makes the chi-square
+limit valid for C_min templates; it was found by simulation (``bench.calibration``). If no answer differs, the log ratio
+is C * -log(1 - margin). C_min templates are required as well, because the chi-square limit alone would accept 34 where
 C_min is 59. The number of templates that may break changes in steps, and a chi-square does not: just before a step it
-is too lenient by half. So a sample must also be less likely than the fewest broken templates that the binomial law does
-not exclude (``EXACT``). ``STEEPEST`` caps this second limit: without the cap 8 points of PASS would be lost where many
-answers differ, which blurs the steps.
+is too lenient by half. So a sample must also be less likely than one with the fewest broken templates that the binomial
+law does not exclude (``EXACT``). ``STEEPEST`` caps this second limit: without the cap 8 points of PASS would be lost
+where many answers differ, which blurs the steps.
 No statistic: decisions from bounds, and one bound without an estimate.
 """
 
@@ -86,11 +86,12 @@ def calls(
     margin: float,
     alpha: float,
 ) -> npt.NDArray[np.int8]:
-    """Return the outcome (``Call``) of each cell [...] from its one-sided bounds at ``alpha`` and adjusted p-value.
+    """Return the outcome (``Call``) of each cell [...] from its one-sided bounds at ``alpha`` and p-value of a drop.
 
-    ``clusters`` is the effective number (``effective_clusters``), since few large templates may carry the loss.
-    ``shown`` [...] is the result of the template rule (``shows_margin``). A drop is significant if its p-value,
-    adjusted for multiple testing, is; a PASS may have a significant drop too.
+    ``pvalue_drop`` is adjusted for multiple testing; if it is below ``alpha``, the drop is significant. A PASS may have
+    a significant drop too. ``clusters`` is the effective number of templates (``effective_clusters``), since few large
+    ones may carry the loss; ``uneven`` is whether their sizes differ too much (``too_uneven``). ``shown`` [...] is the
+    result of the template rule (``shows_margin``).
     """
     return calls_of(
         np.asarray(lower) > -margin,

@@ -87,9 +87,10 @@ class _Cells(NamedTuple):
 
 
 def sign_flip(z: npt.ArrayLike, clusters: npt.ArrayLike, *, draws: int = 9999, seed: int = 0) -> SignFlip:
-    """Test a zero mean of item differences z [N] with all sign patterns up to 13 clusters, else ``draws`` random ones.
+    """Test whether item differences z [N] have a mean of 0, by flipping the signs of whole clusters.
 
-    Needs six clusters (asserted): the gate has called data with fewer clusters invalid before.
+    All patterns of signs are used for up to 13 clusters, else ``draws`` random ones. There must be six clusters or more
+    (asserted): the gate calls data with fewer INVALID before it tests them.
     """
     cells = _cells(np.asarray(z, dtype=np.float64)[None], clusters)
     observed = studentised(cells.sums, cells.counts)[0]
@@ -112,6 +113,7 @@ def max_t_groups(
     """Compute max-T over the cells of several groups, each with its own items: (z [K_g, N_g], clusters [N_g]).
 
     The cells of a group share their sign vectors; groups have no cluster in common and are flipped independently.
+    ``step_down`` and single-step are explained in ``max_t_pvalues``.
     """
     assert groups, "a family needs a cell"
     panels = [_cells(np.atleast_2d(np.asarray(z, dtype=np.float64)), clusters) for z, clusters in groups]
@@ -280,7 +282,7 @@ STATISTIC = Statistic(
 
 
 def holm(pvalues: Sequence[float]) -> tuple[float, ...]:
-    """Return Holm-adjusted p-values in the given order, valid under any dependence."""
+    """Return Holm-adjusted p-values in the given order; they are valid under any dependence of the tests."""
     order = sorted(range(len(pvalues)), key=lambda i: pvalues[i])
     adjusted = [0.0] * len(pvalues)
     running = 0.0

@@ -4,9 +4,9 @@ The slope is a contrast of item means with weights (x - mean) / sum (x - mean)^2
 contrast: CR3 with t_{C-1} (Cameron & Miller 2015). The isotonic curve (Barlow et al. 1972) is drawn, never tested.
 
 Wilcoxon's signed-rank test shows whether pairs differ in one direction. Under the null a difference and its negative
-are equally likely, so all patterns of signs over the ranks are: they are counted exactly, also with ties, or for many
-pairs approximated by a normal distribution. Ranks are used because a few answers change a log-prob by nats and all
-others by thousandths.
+are equally likely, and so are all patterns of signs over the ranks. These patterns are counted exactly, also with ties;
+for many pairs a normal distribution approximates them. Ranks are used because a few answers change a log-prob by nats
+and all others by thousandths.
 """
 
 from __future__ import annotations

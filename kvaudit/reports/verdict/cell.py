@@ -330,7 +330,7 @@ def readings_of(c: Contrast, sign: int = 1) -> list[list[SuiteTotals]]:
     """Return a contrast's differences by template, once for every other way to count its uncertain answers.
 
     An answer is uncertain if the judge was unsure of it, or if it has no score; the contrast itself counts it in one
-    way. Empty where human labels decide. ``sign`` -1 exchanges loss and gain.
+    way. The list is empty if human labels decide. ``sign`` -1 exchanges loss and gain.
     """
     readings = () if c.judged else c.readings
     return [[SuiteTotals(sign * part.weight, part.sums, part.counts) for part in sums] for sums in readings]

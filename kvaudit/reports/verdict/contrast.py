@@ -141,7 +141,7 @@ CellPlace = tuple[str, str, str, str, int]  # estimand, arm, policy, suite, cont
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean paired difference in score units (0.05 = 5 pp) without interval, as there are too few clusters for one."""
+    """A mean paired difference in score units (0.05 = 5 pp), without an interval because there are too few clusters."""
 
     estimate: float
     n_items: int
@@ -151,7 +151,7 @@ class Estimate:
 
 
 def no_interval(clusters: int) -> str:
-    """Return the text that is printed instead of an interval for fewer clusters than ``FEWEST_CLUSTERS``."""
+    """Return the text that is printed instead of an interval if there are fewer clusters than ``FEWEST_CLUSTERS``."""
     return f"too few templates for an interval ({clusters}, wanted {FEWEST_CLUSTERS})"
 
 

@@ -152,7 +152,7 @@ def _key(row: FamilyRow) -> tuple[int, int]:
 
 
 def _with_waiver(d: Decision, waivers: Sequence[Waiver]) -> Decision:
-    """Return the decision with the first waiver that covers it, unless it is INVALID.
+    """Return the decision with the first waiver that covers it; an INVALID decision stays without one.
 
     By a waiver a named person accepts a cell that does not pass.
     """

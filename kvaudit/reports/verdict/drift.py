@@ -162,9 +162,10 @@ def _checkpoints(records: pd.DataFrame, arm: str) -> dict[int, frozenset[str]]:
 def contrasts(
     comparison: Comparison, tables: Panels, alpha: float, facets: CellFilter | None = None
 ) -> Iterator[Contrast]:
-    """Yield every measured difference of a run; at a planned length without records it has reasons and no effect.
+    """Yield every measured difference of a run.
 
-    ``facets`` limits the cells in which facets are compared; None compares them in all.
+    A planned length without records gives differences without an effect, each with its reasons. ``facets`` limits the
+    cells in which facets are compared; None compares them in all.
     """
     for metric in (*comparison.suites, *comparison.facets):
         cells = facets if metric in comparison.facets else None

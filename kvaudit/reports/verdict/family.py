@@ -115,7 +115,7 @@ def is_gated(c: Contrast, sides: Comparison, rules: Rules) -> bool:
 def is_shown(c: Contrast, sides: Comparison, rules: Rules) -> bool:
     """Return whether a contrast is decided and shown, but does not enter the verdict.
 
-    This is the case for "deployed" where only "alike" is gated, and for "alike" where only "deployed" is.
+    This is so for "deployed" if only "alike" is gated, and for "alike" if only "deployed" is gated.
     """
     if sides.mode == "serving" or c.estimand not in CONTRASTED or is_gated(c, sides, rules):
         return False

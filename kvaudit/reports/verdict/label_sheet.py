@@ -388,7 +388,7 @@ def concordant_templates(answers: Sequence[PairedAnswers]) -> int:
 
 
 def default_concordant(answers: Sequence[PairedAnswers]) -> int:
-    """Return how many concordant pairs to label by default: two per template, as more hardly add power."""
+    """Return how many concordant pairs to label by default: two per template, since more would add hardly any power."""
     return max(FEWEST_CONCORDANT, 2 * concordant_templates(answers))
 
 

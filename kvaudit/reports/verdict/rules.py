@@ -201,7 +201,7 @@ class GateOverrides:
 
 
 def load_gate_file(path: Path) -> YamlFile:
-    """Read a gate file and check its keys; ``declared_rules`` checks its values against a run."""
+    """Read a gate file and check its keys; its values are checked later, against a run, by ``declared_rules``."""
     return _check_keys(read_yaml(path, _KIND))
 
 
@@ -347,7 +347,10 @@ def templates_show_ratio(c: Contrast, limit: float, alpha: float) -> bool:
 
 
 def allowed_points(c: Contrast, limit: float) -> float | None:
-    """Return the loss in score units that a ratio's limit allows at the reference's rate; None without a rate."""
+    """Return the loss in score units that a ratio's limit allows at the reference's rate.
+
+    It is None if that rate is unknown.
+    """
     return None if c.rates is None else float(points_of(limit, 1 - c.rates.reference))
 
 

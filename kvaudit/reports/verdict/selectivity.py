@@ -113,7 +113,7 @@ def _noise(parts: Parts) -> float:
 
 
 def _by_seed(parts: Parts, index: int) -> SeedDrift:
-    """Return the selectivity of one training seed; the suites' intervals for it are combined by MOVER."""
+    """Return the selectivity of one training seed; MOVER combines the intervals that the suites have for it."""
     drifts = [(weight, c.by_seed[index], c.seed_sums[index]) for weight, c in parts]
     wide = mover([(weight, s.estimate, s.low, s.high) for weight, s, _ in drifts])
     narrow = mover([(weight, s.estimate, s.lower, s.upper) for weight, s, _ in drifts])
@@ -124,8 +124,8 @@ def _by_seed(parts: Parts, index: int) -> SeedDrift:
 def _recipe(parts: Parts, item: _Spread, seeds: Array) -> _Spread:
     """Return the variance for a claim about the recipe: about training with any seed, not only with those that ran.
 
-    It is ``item``, the variance due to items, plus the variance of the single seeds' effects ``seeds`` [S] as far as
-    items do not explain it.
+    It is ``item``, the variance due to items, plus the part that items do not explain of the variance of ``seeds`` [S],
+    the effects of the single seeds.
     """
     # the degrees of freedom of the suite with the fewest templates
     clusters = min(len(sums.counts) for _, c in parts for sums in c.sums)

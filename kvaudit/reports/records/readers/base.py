@@ -147,7 +147,10 @@ class Reader:
         raise NotImplementedError
 
     def read(self, path: Path, request: Request) -> Log:
-        """Return the content of the file. Raises DataError if nothing can be read, SpecError for a wrong selection."""
+        """Return the content of the file.
+
+        Raises DataError if nothing can be read, SpecError if the selection in ``request`` does not fit the file.
+        """
         raise NotImplementedError
 
 

@@ -118,7 +118,8 @@ def scientific(value: float | None) -> str:
 def error_rates_text(rates: ErrorRates, alpha: float, margins: Iterable[float], ratios: Iterable[float] = ()) -> str:
     """Return sentences on the simulated error rates of a gate at one-sided ``alpha`` and ``margins`` in score units.
 
-    The text also states if this gate was not simulated, and that the figures do not cover ``ratios``.
+    If a gate with this level and these margins was not simulated, the text says so. It also says that the figures do
+    not cover limits on ``ratios``, if there are any.
     """
     level, highest, designs = rates.level, rates.false_pass_max, rates.false_pass_designs
     if isclose(alpha, rates.release_level, abs_tol=1e-9):
@@ -148,7 +149,10 @@ def rounds_error_rates_text(rates: RoundsErrorRates, alpha: float, margins: Iter
 
 
 def _not_simulated(alpha: float, level: float, margins: Iterable[float], simulated: Iterable[float]) -> str:
-    """Return a sentence that names a level or margins which were not ``simulated``; empty if all of them were."""
+    """Return a sentence that says at which level and margins the gate was not simulated; empty if there are none.
+
+    The gate has ``alpha`` and ``margins``; simulated were ``level`` and the margins ``simulated``.
+    """
     known = [*simulated]
     others = sorted({m for m in margins if not any(isclose(m, margin, abs_tol=1e-9) for margin in known)})
     missing = [] if isclose(alpha, level, abs_tol=1e-9) else [f"at this level ({alpha:g})"]
@@ -165,7 +169,7 @@ def decision_note(d: Decision) -> str:
 
 
 def _advice(d: Decision, templates: int) -> str:
-    """Return what would decide an undecided cell, such as more templates, for a run with ``templates`` templates."""
+    """Return what would decide an undecided cell, such as more templates; ``templates`` is how many the run has."""
     if d.larger is None:
         is_within = d.effect is not None and d.effect.estimate > -(d.margin or 0)
         return "more templates in every suite" if d.estimand == SELECTIVITY and is_within else MORE_UNLIKELY
@@ -198,7 +202,8 @@ def undersized_suites(decided: Decided) -> tuple[str, ...]:
 def blind_spot_text(spot: float, alpha: float, clusters: int, units: str = "templates") -> str:
     """Return a sentence on the blind spot: the share of templates that can be broken without any of them being sampled.
 
-    If templates differ in size, it also states their effective number.
+    ``spot`` is this share, which goes unsampled with probability ``alpha``. ``clusters`` is the number of templates,
+    and ``units`` is what they are called. If templates differ in size, the sentence also states their effective number.
     """
     # the number of templates of even size that would have this blind spot
     even = log(alpha) / log1p(-spot) if 0 < spot < 1 else clusters
