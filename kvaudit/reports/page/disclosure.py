@@ -125,7 +125,7 @@ class Disclosure:
 def disclosure_of(page: Page, arm: str | None = None) -> Disclosure:
     """Return the facts to publish with a model (a disclosure), of all arms or of ``arm`` alone.
 
-    Nothing is decided here: its verdict is that of the page.
+    The verdict is that of the page; nothing is decided here.
     """
     if arm is None:
         return _run_disclosure(page)
@@ -306,8 +306,8 @@ def _ledger_facts(
 ) -> Facts:
     """Return facts on the ledgers (records of what left the cache) by which rollouts are replayed.
 
-    These are their hashes, the share of training steps that logged one, and the largest replay error. All are not
-    applicable to rollouts that were not compressed.
+    These are their hashes, the share of training steps that logged a ledger, and the largest replay error. If rollouts
+    were not compressed, all of them are "not applicable".
     """
     names = ("ledgers_sha256", "share_of_steps_logged", *_CERTIFICATE)
     if not compressed:

@@ -41,8 +41,8 @@ EVENT_HEADERS = (
 class Event:
     """How often one facet's event, such as "unsafe", occurred in reference and candidate, in one cell.
 
-    Rates and differences (candidate minus reference) are shares of the readable answers; those of the facet of form
-    (``well_formed``: could the answer be read?) are shares of all answers.
+    Rates and differences (candidate minus reference) are shares of the readable answers. For the facet of form
+    (``well_formed``: could the answer be read?) they are shares of all answers.
     """
 
     facet: Facet

@@ -152,7 +152,7 @@ class Page:
 
 
 def grid_of(findings: Findings) -> Grid:
-    """Return the gated cells as a grid, its rows sorted by question; of too many rows only the worst are kept."""
+    """Return the gated cells as a grid, its rows sorted by question; if rows are too many, only the worst are kept."""
     sides = findings.comparison
     gated = findings.verdict.gated
     columns = list(dict.fromkeys(metric_text(sides, d) for d in gated))

@@ -74,7 +74,7 @@ _ForestGroup = tuple[str, int]  # suite, length
 
 
 def draw_forest(findings: Decided) -> Drawing | None:
-    """Draw the forest plot, a panel per suite and length; None without numbers.
+    """Draw the forest plot, with a panel per suite and length; return None if no cell has a number.
 
     If every panel would have one row, all rows are in one panel.
     """

@@ -111,7 +111,10 @@ class AnswerCounts:
 
 @dataclass(frozen=True)
 class ProbeFindings:
-    """The findings of a probe. ``records`` counts its conversations, ``unscored`` those of them that have no score."""
+    """The findings of a probe.
+
+    ``records`` counts its conversations, ``unscored`` those among them that have no score.
+    """
 
     run: str
     baseline: str | None

@@ -112,11 +112,11 @@ def extract_section(card: str, name: str) -> str:
 
 
 def _span(card: str, name: str) -> tuple[int, int] | None:
-    """Return start and end of a section of a model card, which a begin and an end comment named ``name`` enclose.
+    """Return where the section called ``name`` begins and ends in a model card; None if the card has no such section.
 
-    None if the card has no such comments; those in a block of code are an example and do not count. The end includes
-    the line break, so that replacing a section by itself leaves the card as it was. Raises DataError for comments that
-    do not pair.
+    The section is enclosed by two comments, one for its begin and one for its end. Comments in a block of code are an
+    example and do not count. The end includes the line break, so that replacing a section by itself leaves the card as
+    it was. Raises DataError for comments that do not pair.
     """
     card = _FENCED.sub(lambda block: " " * len(block[0]), card)
     begins, ends = card.count(BEGIN), card.count(END)

@@ -158,7 +158,10 @@ def problem_lines(data: RunData) -> Iterator[str]:
 
 
 def _load_spec(path: Path, provenance: Mapping[str, Any]) -> RunSpec:
-    """Return the spec; raises DataError if it changed after the run began, since margins must be declared before."""
+    """Return the spec; raises DataError if it changed after the run began.
+
+    Margins must be declared before the run.
+    """
     _check_exists(path)
     text = read_text(path, "spec")
     _check_spec(path, "spec_file_sha256", hashlib.sha256(text.encode()).hexdigest(), provenance)

@@ -279,7 +279,7 @@ def errors_table(cells: LabelledCells) -> Table:
 
 
 def panel_notes(cells: LabelledCells, result: Drift) -> tuple[str, ...]:
-    """Return notes on the two tables about human labels: that of labelled cells, and that of the judge's errors.
+    """Return notes on the two tables about human labels: the labelled cells, and the judge's errors.
 
     Among them is a note on cells that cannot pass by the judge's labels alone.
     """

@@ -82,7 +82,7 @@ class SpanRates:
     """The drift of one facet in one cell where a span of the prompt was evicted, and where it was kept.
 
     ``difference`` is evicted minus kept, None if the span did not vary enough (``reason``). ``share`` is None if no
-    drift is shown. ``unknown`` answers have no such span on record.
+    drift is shown. ``unknown`` counts the answers whose record does not have the span.
     """
 
     arm: str

@@ -3,10 +3,10 @@
 A pair is the reference's and the candidate's answer to one request; it is discordant if the judge gave the two answers
 different grades, else concordant. The sample of concordant pairs is spread over the templates, because a judge may miss
 what happens in whole templates. A template's drift is the sum over its discordant pairs, plus the number of its
-concordant pairs times the mean of the labelled ones. Each kind of pairs gives one part of the drift, with an ESS-Tango
-interval (Tango's score interval at the effective sample size, ``tango``). The two intervals are added by MOVER (Zou &
-Donner 2008). A single interval of the sum would be too narrow if all sampled concordant pairs happen to show no
-difference.
+concordant pairs times the mean of those of them that are labelled. The discordant and the concordant pairs each give
+one part of the drift, with an ESS-Tango interval (Tango's score interval at the effective sample size, ``tango``). The
+two intervals are added by MOVER (Zou & Donner 2008). A single interval of the sum would be too narrow if all sampled
+concordant pairs happen to show no difference.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _SUREST = 1 - 1e-12  # highest confidence; smaller p-values are not computed
 class Labelled(NamedTuple):
     """Counts of the pairs of one comparison, or of many at once, by template: every field is [..., C].
 
-    People labelled every pair that the judge graded differently, and ``looked`` of the ``alike`` ones (graded alike).
+    People labelled every pair that the judge graded differently. Of the ``alike`` pairs, which it graded alike, they
+    labelled ``looked``.
     """
 
     pairs: Array  # all

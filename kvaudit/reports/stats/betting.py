@@ -1,8 +1,8 @@
 """A paired difference that is tested while rows still come in: its bounds hold at every look (interim test).
 
-Part of the level goes to a betting test. For a claim "the mean is above M" it bets on every cluster mean d in [-1, 1]:
-if the mean is at most M, the wealth prod (1 + b (d - M)) has an expectation of at most 1 for each fixed bet b in (0, 1
-/ (1 + M)), and so has any mixture of such wealths. By Ville's inequality the wealth ever exceeds 1 / level with a
+Part of the level goes to a betting test. For a claim "the mean is above M" it bets on every cluster mean d in [-1, 1].
+If the mean is at most M, the wealth prod (1 + b (d - M)) has an expectation of at most 1 for each fixed bet b between 0
+and 1 / (1 + M), and so has any mixture of such wealths. By Ville's inequality the wealth ever exceeds 1 / level with a
 probability of at most ``level``. So the largest M at which it exceeds 1 / level is a lower bound of the mean at all
 times (Waudby-Smith & Ramdas 2024, JRSS B 86:1). The mixture is fixed, so the wealth does not depend on the order of the
 differences.

@@ -38,8 +38,9 @@ class Effect:
     """A mean paired difference with its uncertainty, in score units (0.05 = 5 pp).
 
     ``low, high`` is the two-sided 95 % interval; ``lower, upper`` are the one-sided bounds at ``alpha`` that the gate
-    reads. ``pvalue`` is two-sided against 0, ``pvalue_drop`` one-sided for "the mean is below 0". ``losses`` and
-    ``gains`` are the summed negative and positive item differences; ``deff`` the design effect of the clusters.
+    reads. ``pvalue`` is two-sided against 0, ``pvalue_drop`` is one-sided for "the mean is below 0". ``losses`` is the
+    size of the sum of all negative item differences, ``gains`` the sum of all positive ones. ``deff`` is the design
+    effect of the clusters.
     """
 
     estimate: float

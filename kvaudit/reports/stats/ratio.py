@@ -52,7 +52,7 @@ class Events(NamedTuple):
 class Times:
     """The ratio of two rates of an event: two-sided 95 % interval and one-sided bounds at ``alpha``.
 
-    ``estimate`` is None without an event of the reference; a missing upper end is infinite.
+    ``estimate`` is None if the event never happened with the reference; an upper end that does not exist is infinite.
     """
 
     estimate: float | None
@@ -101,8 +101,8 @@ def tang_scores(both: Array, before: Array, after: Array, n: Array | float, thet
 def ess_scores(e: Events, theta: Array | float) -> Array:
     """Return score statistics [...] of H0: candidate = theta * reference; positive if the data lie above theta.
 
-    They are those of ``tang_scores`` with all counts divided by the design effect, as items of a cluster are not
-    independent.
+    They are computed like ``tang_scores``, but all counts are first divided by the design effect, since items of a
+    cluster are not independent.
     """
     deff = _design_effects(e, theta)
     n = float(e.counts.sum())

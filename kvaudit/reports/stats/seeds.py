@@ -58,7 +58,8 @@ def recipe_effect(z: npt.ArrayLike, clusters: npt.ArrayLike, *, alpha: float = 0
 def many_recipe_effects(z: npt.NDArray[np.floating], counts: npt.ArrayLike, *, alpha: float) -> Bounds:
     """Return the effects of many training recipes at once, each from differences z [..., S, N] of S paired seeds.
 
-    Items are in order of cluster, ``counts`` [C] in each. Each effect is that of ``recipe_effect``.
+    Items are in order of cluster, ``counts`` [C] in each. Each effect is what ``recipe_effect`` returns for the same
+    seeds.
     """
     found, _ = _recipes(z, counts)
     return t_bounds(z.mean(axis=(-2, -1), dtype=np.float64), found.variance, found.df, alpha=alpha)
@@ -112,7 +113,7 @@ def recipe_variance(item: Array, seed_means: Array, noise: Array, clusters: int)
 
 
 def seed_spread(estimates: npt.ArrayLike, noise: float) -> Spread | None:
-    """Return how far training seeds truly differ, from their drifts [S]; None below three seeds.
+    """Return how far training seeds truly differ, from their drifts ``estimates`` [S]; None below three seeds.
 
     The variance is that of the drifts minus ``noise``, the part due to items. The interval is the chi-square interval
     of the whole variance with S - 1 degrees of freedom, minus the noise, which is treated as known because it has many

@@ -73,7 +73,7 @@ def share(
     draws: int = 1,
     graded: bool = False,
 ) -> ShownShare:
-    """Return the mean of the item scores ``values`` [N] of one sample, with its interval.
+    """Return the mean of the item scores ``values`` [N] of one sample, with one-sided bounds.
 
     ``clusters`` [N] holds the label of each item's template. An item's score is the mean over ``draws`` answers, each 0
     or 1, or between them if ``graded``. ``shares`` does the same for many samples at once.

@@ -58,7 +58,7 @@ class MaxT:
 
 
 class Signs(NamedTuple):
-    """Patterns [B, C] of one sign, 1 or -1, for each cluster; ``exact`` if they are all possible ones."""
+    """Patterns [B, C] of one sign, 1 or -1, for each cluster; ``exact`` is whether they are all possible patterns."""
 
     patterns: Array
     exact: bool
@@ -133,7 +133,10 @@ def max_t_groups(
 
 
 def signs(clusters: int, draws: int, seed: int | Sequence[int]) -> Signs:
-    """Return every pattern of ``clusters`` signs up to 13 clusters, otherwise ``draws`` random ones."""
+    """Return patterns [B, C] of ``clusters`` signs.
+
+    For up to 13 clusters they are all possible patterns, otherwise ``draws`` random ones.
+    """
     if clusters <= EXHAUSTIVE_CLUSTERS:
         # [2^C, C]: bit c in the number of a pattern is the sign of cluster c
         bits: Array = (np.arange(2**clusters)[:, None] >> np.arange(clusters) & 1).astype(np.float64)
@@ -193,7 +196,7 @@ def two_sided_pvalues(observed: npt.ArrayLike, flipped: Array, *, exact: bool) -
 
 
 def drop_pvalues(observed: npt.ArrayLike, flipped: Array, *, exact: bool) -> Array:
-    """Return one-sided p-values [...] for a mean below 0; the arguments are those of ``two_sided_pvalues``."""
+    """Return one-sided p-values [...] for a mean below 0; the arguments are as in ``two_sided_pvalues``."""
     return _share(-flipped, -np.asarray(observed), exact)
 
 
@@ -262,8 +265,8 @@ def _cells(z: Array, clusters: npt.ArrayLike) -> _Cells:
 def _flip(cells: _Cells, draws: int, seed: int, *, stream: int, exhaustive: bool) -> tuple[Array, bool]:
     """Return the t statistics [K, B] of K cells under B sign patterns, and whether these are all possible patterns.
 
-    With ``exhaustive`` and few clusters all patterns are used; otherwise ``draws`` random ones from ``seed`` and
-    ``stream``.
+    If ``exhaustive`` is set and clusters are few, all patterns are used. Otherwise there are ``draws`` random ones,
+    which ``seed`` and ``stream`` determine.
     """
     clusters = len(cells.counts)
     if exhaustive and clusters <= EXHAUSTIVE_CLUSTERS:

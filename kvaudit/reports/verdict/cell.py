@@ -195,7 +195,7 @@ class _RuleText(NamedTuple):
 def _reasons(
     call: Call, effect: Effect, margin: float, templates: Sequence[SuiteTotals], text: _RuleText
 ) -> tuple[Reason, ...]:
-    """Return why the rule's outcome ``call`` is not a PASS, as a tuple of one Reason; empty for a PASS."""
+    """Return why the rule's outcome ``call`` is not a PASS, as a tuple of one Reason; for a PASS it is empty."""
     if call is Call.FAIL:
         size = "beyond the margin" if text.is_beyond else "its size open"
         return (Reason(ReasonCode.LOSS, f"{text.loss} detected, {size}"),)
@@ -223,7 +223,7 @@ def _too_few_templates(effect: Effect, margin: float, templates: Sequence[SuiteT
 
 
 def _largest_templates(templates: Sequence[SuiteTotals], margin: float) -> str:
-    """Return a phrase on which templates hold so many of the items that a loss of the margin could hide in them."""
+    """Return a phrase that says which templates are so large that a loss of the margin could hide in them."""
     if any(too_large(part.counts, margin) for part in templates):
         return f"one template holds more than {50 * margin:g} % of the items"
     largest = max((largest_alone(part.counts, margin) for part in templates), key=lambda group: group.unseen)

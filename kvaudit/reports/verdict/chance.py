@@ -54,9 +54,9 @@ class Differences(NamedTuple):
 class Pool(NamedTuple):
     """Simulated templates [P] of ``items`` items each, from which audits are drawn.
 
-    An item's difference is its mean over ``draws`` answers. For each template, ``sums`` adds up the differences and
-    ``moved`` their absolute values, ``differing`` counts the items that differ, ``split`` those of them that differ in
-    only some of the answers, and ``unwanted`` the reference's unwanted events.
+    An item's difference is its mean over ``draws`` answers. The arrays have one number per template. ``sums`` adds up
+    the differences and ``moved`` their absolute values. ``differing`` counts the items that differ, and ``split`` those
+    that differ in only some of their answers. ``unwanted`` counts the reference's unwanted events.
     """
 
     items: int

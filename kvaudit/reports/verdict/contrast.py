@@ -224,8 +224,8 @@ class Cell:
 def idle_cells(cells: Iterable[Cell], provenance: Mapping[str, Any]) -> dict[tuple[str, str, str, int], Cell]:
     """Return the cells in which a policy of kvaudit compressed nothing, by arm, policy, suite and length.
 
-    Policies that keep every entry and read only some are left out, as far as the run lists them: their cache has the
-    size of an uncompressed one, though they act.
+    Policies that keep every entry and read only some are left out, if provenance lists them: their cache has the size
+    of an uncompressed one, though they act.
     """
     selecting = provenance.get("selecting_policies")
     selecting = selecting if isinstance(selecting, list) else []
@@ -302,10 +302,10 @@ class LabelSummary:
     """The judge of a cell compared with human labels of its answers.
 
     ``discordant`` counts the pairs that the judge grades differently, all of them labelled; ``concordant`` the labelled
-    pairs among those that it grades alike. ``templates`` counts the templates with concordant pairs, ``unseen`` those
-    of them without a labelled one. ``bias`` is the largest drift that the judge's errors alone could make (None where
-    one kind of label is missing), ``bias_upper`` its upper limit. ``rate`` is the share of the labelled answers of the
-    reference that are as wanted by the labels, ``rate_low`` its lower bound.
+    pairs among those that it grades alike. ``templates`` counts the templates with concordant pairs, ``unseen`` the
+    templates of which no concordant pair is labelled. ``bias`` is the largest drift that the judge's errors alone could
+    make (None where one kind of label is missing), ``bias_upper`` its upper limit. ``rate`` is the share of the
+    labelled answers of the reference that are as wanted by the labels, ``rate_low`` its lower bound.
     """
 
     pairs: int

@@ -52,7 +52,7 @@ from kvaudit.reports.verdict.reasons import Reason, ReasonCode
 
 
 class Measurability(StrEnum):
-    """Whether a metric can be measured on a reference, and why not; the worst first."""
+    """Whether a metric can be measured on a reference, and if not, why; the first member is the worst."""
 
     UNREADABLE = "not readable"
     INCAPABLE = "not capable"
@@ -219,7 +219,7 @@ def _of_metric(facets: Mapping[str, Answers], answers: Answers, margin: float, h
 def _failed_checks(
     facets: Mapping[str, Answers], answers: Answers, rate: ShownShare, margin: float, how: str
 ) -> Iterator[tuple[Measurability, str, float]]:
-    """Yield the checks that a metric fails, the worst first: measurability, sentence, upper bound of the rate."""
+    """Yield (measurability, sentence, upper bound of the rate) for each check that a metric fails, the worst first."""
     # over all items: answers without form already count against their own facet
     form = facets.get("", answers)
     readable = share(form.readable, form.clusters, draws=form.draws)
@@ -304,7 +304,7 @@ class Controls:
         )
 
     def against(self, c: Contrast) -> Control | None:
-        """Return the control that says why a loss could not show in a contrast, None if one could.
+        """Return the control that says why a loss could not show in a contrast; None if a loss could show.
 
         If the contrast compares with a compressed reference, the metric must be measurable there as well, unless the
         candidate is shown to be better.
@@ -549,7 +549,7 @@ def checked_by_canary(c: Contrast, comparison: Comparison, canaries: Canaries) -
 
 
 def noisy_conditions(canaries: Canaries) -> dict[str, str]:
-    """Return a sentence for each engine setting (condition) whose effect the engine's noise hides, by setting."""
+    """Return by engine setting (condition) a sentence for each setting whose effect the engine's noise hides."""
     return {
         name: _noise_text(canary) for name, canary in canaries.conditions.items() if canary.moved and not canary.acts
     }

@@ -114,7 +114,7 @@ def _with_stored_noise(c: Contrast, noise: Mapping[str, str]) -> Contrast:
 
 
 def hidden_by_noise(data: RunData, comparison: Comparison) -> dict[str, str]:
-    """Return a sentence for each engine setting (condition) whose effect the engine's noise hides, by setting."""
+    """Return by engine setting (condition) a sentence for each setting whose effect the engine's noise hides."""
     return noisy_conditions(canaries_of(data.records, _repeated_records(data, comparison)[0], comparison))
 
 

@@ -239,7 +239,7 @@ def joint_family(rows: Sequence[FamilyRow], alpha: float = 0.05) -> TestFamily:
 
 
 def _bonferroni(rows: Sequence[FamilyRow], alpha: float) -> float:
-    """Return the critical t value by Bonferroni at the fewest degrees of freedom of a test; infinite without tests."""
+    """Return Bonferroni's critical t value at the fewest degrees of freedom of a test; infinite if there is no test."""
     df = [row.contrast.effect.df for row in rows if row.contrast.effect]
     return float(special.stdtrit(min(df), 1 - alpha / len(df))) if df else math.inf
 
@@ -254,7 +254,7 @@ def holm_family(pvalues: Sequence[float | None]) -> tuple[float, ...]:
 
 
 def drop_pvalue(effect: Effect | None, sign: int) -> float | None:
-    """Return the one-sided p-value of a drop, or of a gain if ``sign`` is -1; None without an effect."""
+    """Return the one-sided p-value of a drop, or of a gain if ``sign`` is -1; None if there is no effect."""
     return None if effect is None else effect.pvalue_drop if sign > 0 else 1 - effect.pvalue_drop
 
 

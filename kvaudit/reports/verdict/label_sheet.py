@@ -382,7 +382,7 @@ def pairs_to_label(pairs: PairedAnswers, concordant: int, seed: int) -> Indices:
 def concordant_templates(answers: Sequence[PairedAnswers]) -> int:
     """Return how many templates have concordant pairs (both answers graded alike), in the cell with most of them.
 
-    At least so many pairs must be labelled: a cell cannot PASS without a labelled pair in each of these templates.
+    At least as many pairs must be labelled: a cell cannot PASS without a labelled pair in each of these templates.
     """
     return max(len(set(pairs.clusters[~pairs.discordant])) for pairs in answers)
 

@@ -123,7 +123,10 @@ def is_sha256(value: Any) -> bool:
 
 
 def recorded_pin(provenance: Mapping[str, Any]) -> Pin:
-    """Return the pin (the reference's weights by hash) recorded when the run began; raises DataError without one."""
+    """Return the pin (the reference's weights by hash) that was recorded when the run began.
+
+    Raises DataError if none was recorded.
+    """
     table = provenance.get("gate_pin")
     if table is None:
         raise DataError("the gate names a pin, but provenance.json records none; start another run with --out")

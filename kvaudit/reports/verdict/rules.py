@@ -174,7 +174,10 @@ def default_margins_line(kinds: Mapping[str, str], margins: Mapping[str, float])
 
 
 def margin_of(points: Any, name: str) -> float:
-    """Return a margin in score units from one in percentage points; raises SpecError for an invalid one."""
+    """Return in score units the margin ``points``, which is in percentage points.
+
+    Raises SpecError for an invalid margin; its message calls the margin ``name``.
+    """
     if isinstance(points, bool) or not isinstance(points, int | float) or not 0 < points < 100:
         raise SpecError(f"{name} is {short_repr(points)}, wanted a number above 0 and below 100")
     if points < LEAST_MARGIN or not math.isfinite(points):

@@ -92,7 +92,7 @@ class Design:
 
     @property
     def seconds(self) -> float | None:
-        """The time that the answers take, None without a rate."""
+        """The time that the answers take; None if no rate of answers is assumed."""
         return None if self.rate is None else self.answers / self.rate
 
     @property

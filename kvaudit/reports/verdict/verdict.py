@@ -81,8 +81,8 @@ PRECEDENCE = (
 class Decision(CellName):
     """The verdict on one cell. ``recipe`` is the verdict with seed variance added, None with fewer than 3 seeds.
 
-    ``status`` follows from the data, by human labels if there are any; a ``waiver`` does not change it. For the
-    estimand ``worst`` the numbers are those of the worst of ``policies``.
+    ``status`` follows from the data, by human labels if there are any; a ``waiver`` does not change it. If the cell's
+    difference is ``worst``, the numbers are those of the worst of its ``policies``.
     """
 
     gated: bool
@@ -293,7 +293,10 @@ def active_waivers(comparison: Comparison, file: YamlFile | None, today: date | 
 
 
 def parse_waivers(file: YamlFile, comparison: Comparison, today: date) -> tuple[Waiver, ...]:
-    """Return the waivers of a file; raises SpecError for an expired one, and for names that the run does not have."""
+    """Return the waivers of a file.
+
+    Raises SpecError for a waiver that has expired, and for names that the run does not have.
+    """
     check_keys(file.table, ("format", "waivers"), file.name)
     if file.table.get("format", 1) != 1:
         raise SpecError(f"{file.name}: format is {short_repr(file.table['format'])}, wanted 1")

@@ -206,7 +206,7 @@ KINDS = ("alike", "deployed", "serving")  # contrasts that have two sides
 
 
 class Change(NamedTuple):
-    """A metric of an item on both sides, averaged over repeated answers: 1 if all are as wanted, 0 if none is."""
+    """A metric of an item on both sides, averaged over repeated answers: 1 if all of them are as wanted, 0 if none."""
 
     metric: str  # SCORE or the name of a facet
     reference: float

@@ -161,7 +161,7 @@ def _not_simulated(alpha: float, level: float, margins: Iterable[float], simulat
 
 
 def decision_note(d: Decision) -> str:
-    """Return why a cell did not pass and what would decide an undecided one; empty for one that passed."""
+    """Return why a cell did not pass, and what would decide it if it is undecided; empty for a cell that passed."""
     why = "; ".join(map(str, d.reasons))
     if d.status is not Status.INCONCLUSIVE or d.effect is None or d.is_unclustered:
         return why
