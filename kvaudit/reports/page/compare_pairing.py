@@ -87,8 +87,8 @@ def pair_logs(
 ) -> PairedScores:
     """Return the paired rows of one metric; ``a`` is the reference file, ``b`` the candidate.
 
-    ``clusters_given`` is whether the user named the clusters with --cluster. Raises DataError for scores outside [0,
-    1], SpecError if --cluster matches nothing.
+    ``clusters_given`` is whether the user named the clusters with --cluster. Raises SpecError if --cluster matches
+    nothing, DataError for scores outside [0, 1].
     """
     check_scale(a, b, metric)
     tables = [log.rows[log.rows["metric"] == metric].drop(columns="metric") for log in (a, b)]

@@ -72,7 +72,7 @@ def terminal_lines(findings: Findings, run: Path | None = None, extras: Terminal
 def _doubtful_lines(findings: Findings) -> Iterator[str]:
     """Yield a line on the grades that the judge is unsure of, then a few lost answers with such a grade.
 
-    They are about one metric: of those that are undecided and have such grades, the worst.
+    All are about one metric: the worst that is undecided and has such grades.
     """
     sides = findings.comparison
     for d in sorted(findings.verdict.gated, key=severity_order(sides)):

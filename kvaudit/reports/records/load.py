@@ -201,9 +201,10 @@ def _read_unit(unit: Path, columns: Columns, problems: list[Problem]) -> str:
 
 
 def check_seal(unit: Path, digest: str) -> dict[str, Any] | None:
-    """Return the seal of a record file, a file beside it that is written when it is finished; None if it has none.
+    """Return the seal of a record file, None if it has none.
 
-    Raises DataError if the seal has another sha256 than ``digest``.
+    The seal is a file beside it that is written when the record file is finished. Raises DataError if the seal has
+    another sha256 than ``digest``.
     """
     if not seal_path(unit).is_file():
         return None
@@ -343,7 +344,7 @@ def _read_units(
 ) -> pd.DataFrame | None:
     """Return the records of a folder's finished units; None if it has none.
 
-    A unit is one file of records. Its unreadable lines are added to ``problems``, the names of unfinished units to
+    A unit is one file of records. Unreadable lines are added to ``problems``, the names of unfinished units to
     ``unfinished``. Raises DataError if the files changed, or have other checkpoints, suite versions or policies than
     the run.
     """

@@ -29,8 +29,8 @@ _SUREST = 1 - 1e-12  # highest confidence; smaller p-values are not computed
 class Labelled(NamedTuple):
     """Counts of the pairs of one comparison, or of many at once, by template: every field is [..., C].
 
-    People labelled every pair that the judge graded differently. Of the ``alike`` pairs, which it graded alike, they
-    labelled ``looked``.
+    People labelled every pair that the judge graded differently. ``alike`` counts the pairs that it graded alike,
+    ``looked`` those among them that people labelled.
     """
 
     pairs: Array  # all

@@ -141,8 +141,8 @@ def judge_error(judged: npt.ArrayLike, human: npt.ArrayLike, weights: npt.ArrayL
     """Return the error rates of one arm from the judge's and the human's 0/1 labels [n] of the same transcripts.
 
     ``weights`` [n] are the numbers of transcripts that each labelled one represents. The intervals are computed for an
-    effective number of labels: each label counts as its weight divided by the largest weight. This number is smaller
-    than that of Korn & Graubard 1998, which the idea follows.
+    effective number of labels: each label counts as its weight divided by the largest weight. The idea is that of Korn
+    & Graubard 1998, whose effective number is larger.
     """
     label, truth = np.asarray(judged), np.asarray(human)
     share = np.ones(len(label)) if weights is None else np.asarray(weights, dtype=np.float64)

@@ -409,7 +409,7 @@ def decision(
 def _template_bound(test: DecidedTest, margin: float | None, alpha: float) -> float | None:
     """Return the lowest drift that could still hide in a few broken templates (the template rule, ``stats.rule``).
 
-    It is None without an effect or a margin, for a run in rounds, and if the interval reaches the margin already.
+    It is None if there is no effect or no margin, for a run in rounds, and if the interval reaches the margin already.
     """
     c, sign = test.row.contrast, test.row.sign
     if c.effect is None or c.look or margin is None or _mirrored(c.effect, sign).lower <= -margin:

@@ -263,8 +263,8 @@ def _judge_name(judge: str) -> str:
 def _is_rewarded(suite: str, spec: RunSpec, judges: Mapping[str, Sequence[str]], provenance: Mapping[str, Any]) -> bool:
     """Return whether training may have rewarded answers like those of a suite.
 
-    It may have if it used the suite, or if a judge that gave the reward also grades the suite here. If provenance does
-    not list the judges of the reward, any judge may have given it. Programmatic graders do not count as judges.
+    It may have if training used the suite, or if a judge that gave the reward also grades the suite here. If provenance
+    does not list the judges of the reward, any judge may have given it. Programmatic graders do not count as judges.
     """
     if spec.train is None:
         return False

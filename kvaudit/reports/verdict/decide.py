@@ -338,9 +338,9 @@ def only_readable(cell: GatedCell, context: DowngradeContext) -> Reason | None:
 
 
 def unmeasurable_by_labels(cell: GatedCell, _: DowngradeContext) -> Reason | None:
-    """Return a reason if human labels show too little that the reference could lose; else, and without labels, None.
+    """Return a reason if, by human labels, the reference has nothing to lose; None if it has, or without labels.
 
-    That is so if its rate of wanted answers, by these labels, is not shown to exceed the margin.
+    It has nothing to lose if its rate of wanted answers, by these labels, is not shown to exceed the margin.
     """
     for row in cell.rows:
         people, margin = row.contrast.people, cell.margin_of(row)

@@ -2,11 +2,10 @@
 
 A pair is the reference's and the candidate's answer to one request; it is discordant if the judge graded the two
 differently, else concordant. People label every discordant pair, and concordant ones drawn in turn over the templates.
-A discordant pair counts once. A labelled concordant pair counts for all concordant pairs of its template, divided by
-the number of those that are labelled. With these weights the judge's error rates hold for all pairs; their intervals
-assume that the pairs of a template are independent. Stored labels name texts by hash, so that their file does not
-reveal which arm gave an answer: drift and statuses are computed from the run's own records whenever a report or verdict
-is made.
+A discordant pair counts once. If a template has n concordant pairs and k of them are labelled, each of these k counts n
+/ k times. With these weights the judge's error rates hold for all pairs; their intervals assume that the pairs of a
+template are independent. Stored labels name texts by hash, so that their file does not reveal which arm gave an answer:
+drift and statuses are computed from the run's own records whenever a report or verdict is made.
 """
 
 from __future__ import annotations

@@ -393,7 +393,7 @@ def default_concordant(answers: Sequence[PairedAnswers]) -> int:
 
 
 def records_digest(records: pd.DataFrame) -> str:
-    """Return a hash of the scored records, with which labels are kept from being applied to other records.
+    """Return a hash of the scored records; it shows whether labels are about the same records.
 
     It does not depend on the order of the records.
     """

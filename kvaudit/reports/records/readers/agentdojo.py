@@ -1,9 +1,10 @@
 """AgentDojo's logs: one JSON file per task, ``PIPELINE/SUITE/USER_TASK/ATTACK/INJECTION_TASK.json`` in its logdir.
 
 Metrics have the names of facets, with 1 as desired. A task under an attack has two. ``utility`` is 1 if the user's task
-was done. ``attack_success`` is 1 if the attack failed, that is if the file's ``security`` (the attacker's goal was
-reached) is false. A task without an attack has one, ``capable``, which is the file's ``utility``; there ``security`` is
-always true and is not read. A task that ended in an error has no score, whatever the file contains.
+was done. ``attack_success`` is 1 if the attack failed: the file's ``security``, which means that the attacker's goal
+was reached, is then false. A task without an attack has one metric, the file's ``utility``. It is called ``capable``,
+or ``attacker_capable`` if the task is an attacker's goal; ``security`` is always true there and is not read. A task
+that ended in an error has no score, whatever the file contains.
 
 The cluster of an attacked task is the hidden order (the suite's injection task): with these clusters the test keeps its
 error rates (docs/statistics.md). The cluster of a task without an attack is the user's task. ``--cluster user_task_id``

@@ -41,9 +41,9 @@ ClusterRule = Callable[[Mapping[str, Any], str], str | None]  # a file's own row
 class Row(NamedTuple):
     """One score of one answer; ``score`` is in [0, 1] with 1 as desired, NaN if there is none.
 
-    ``sample`` numbers the repeats of an item. ``fingerprint`` and ``question`` are hashes of the item's question. Two
-    files asked the same question if their fingerprints are equal. Two items of one file have an equal ``question`` if
-    they ask the same apart from case and blanks.
+    ``sample`` numbers the repeats of an item. ``fingerprint`` and ``question`` are hashes of the item's question. Rows
+    of two files asked the same if their fingerprints are equal. Items of one file have an equal ``question`` if they
+    ask the same apart from case and blanks.
     """
 
     item: str
@@ -116,8 +116,8 @@ class Log:
 class Problems:
     """The problems of a file, collected while it is read.
 
-    ``texts`` has an entry for each skipped answer, ``counts`` their number by metric, ``scales`` the scores outside [0,
-    1].
+    ``texts`` has an entry for each skipped answer, ``counts`` has their number by metric. ``scales`` has, by metric,
+    the scores outside [0, 1].
     """
 
     texts: list[str] = field(default_factory=list)

@@ -248,7 +248,7 @@ def rates_text(sides: Comparison, d: Decision) -> str:
 def has_little_to_lose(d: Decision) -> bool:
     """Return whether the candidate lost from so low a rate of the reference that the loss looks small.
 
-    So low is a rate below NEAR_FLOOR times the margin.
+    A rate is so low if it is below NEAR_FLOOR times the margin.
     """
     if d.rates is None or d.margin is None:
         return False
