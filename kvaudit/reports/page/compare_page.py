@@ -79,7 +79,7 @@ def _at(cell: CellName) -> str:
 
 
 def comparison_table(compared: MetricComparison) -> Table:
-    """Return the table of decided cells: one row per suite and length, and per facet that has a margin."""
+    """Return the table of decided cells: one row for each suite and length, and for each facet that has a margin."""
     headers = ["suite", "verdict", "items / templates", "rates", "drift, 95 % interval", "one-sided bounds, margin"]
     headers += ["lost / gained", "p (family)", "note"]
     return footnoted(headers, [_row(compared, d) for d in compared.verdict.gated], words=2)

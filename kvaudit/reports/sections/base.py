@@ -1,7 +1,7 @@
 """The base class of report sections: one file per section, from its computation to its presentation.
 
-Sections are found by walking this package; page, report.md and drift.json print them by ``order``. A section may read
-the verdict but never changes it.
+Sections are found by walking this package; page, report.md and drift.json print them sorted by ``order``. A section may
+read the verdict but never changes it.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ Array = npt.NDArray[np.float64]
 
 
 class Result(Protocol):
-    """The interface of a statistic's result; one with an interval also has ``low`` and ``high``."""
+    """The interface of a statistic's result; a result with an interval also has ``low`` and ``high``."""
 
     @property
     def estimate(self) -> float:

@@ -1,9 +1,10 @@
 """A judge compared with human labels: agreement, error rates, and the drift that its errors can cause.
 
 Agreement is Cohen's kappa (Cohen 1960; large-sample variance of Fleiss, Cohen & Everitt 1969, Psychological Bulletin
-72:323). A judge with equal errors in both arms only shrinks a drift; unequal errors move it by up to
-rate*|gap in sensitivity| + (1-rate)*|gap in specificity| (Rogan & Gladen 1978). ``adjudication`` corrects both. Error
-rates have exact intervals (Clopper & Pearson 1934, Biometrika 26:404, by quantiles of the beta distribution).
+72:323). A judge with equal errors in both arms only shrinks a drift. Unequal errors move it by up to rate*|gap in
+sensitivity| + (1-rate)*|gap in specificity|, where rate is the true rate of desired answers (Rogan & Gladen 1978).
+``adjudication`` corrects both. Error rates have exact intervals (Clopper & Pearson 1934, Biometrika 26:404, by
+quantiles of the beta distribution).
 No statistic: error rates of a judge, and the interval of one unpaired share.
 """
 

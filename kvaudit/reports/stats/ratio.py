@@ -1,12 +1,13 @@
 """The ratio of two paired rates in clusters, with an interval that is valid at zero counts.
 
 Tang, Tang & Chan 2003, Statistics in Medicine 22:1217 (score interval of a paired ratio; the statistic is that of Nam &
-Blackwelder 2002, 21:689). The ratio is theta if the events of one side minus theta times those of the other have mean
-0. That is a difference, so clusters are treated as in ``tango``: at every theta the sample and its counts are divided
-by the design effect of this difference (CR3 over the variance of independent items), and the quantile is t with C - 1.
-The combination is this project's, chosen by simulation against Fieller's interval with CR3, the log ratio with a t
-quantile, the cluster bootstrap, and the score at one design effect for all theta (docs/results/gate.md). Without events
-of the reference the ratio has no upper end; without any events it has no lower end either.
+Blackwelder 2002, 21:689). The ratio is theta if the difference "events of one side minus theta times events of the
+other side" has a mean of 0. Clusters are treated as in ``tango``: at every theta the sample and its counts are divided
+by the design effect of this difference (CR3 over the variance of independent items), and the t quantile has C - 1
+degrees of freedom. The combination is this project's own. It was chosen by simulation against Fieller's interval with
+CR3, the log ratio with a t quantile, the cluster bootstrap, and the score with the same design effect at every theta
+(docs/results/gate.md). If the reference has no events, the ratio has no upper end; if neither side has any, it has no
+lower end either.
 No statistic: it takes both sides, not their difference.
 """
 

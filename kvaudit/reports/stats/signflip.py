@@ -1,11 +1,11 @@
 """Studentised cluster sign-flip test of a mean difference of 0, and its max-T version over many cells.
 
-Under the null a cluster's summed difference and its negative are equally likely, so all patterns of signs are. The CR3
-t statistic is flipped instead of the mean, which keeps the level with unequal clusters (Canay, Santos & Shaikh 2021).
-For an intercept it equals the Rademacher wild cluster bootstrap with the null imposed (Cameron, Gelbach & Miller 2008).
-Max-T flips all cells with one sign vector (Westfall & Young 1993; step-down: Romano & Wolf 2005), so the family-wise
-error holds under any dependence of the cells. Holm's step-down adjustment (1979) is used if signs cannot be flipped
-together.
+Under the null a cluster's summed difference and its negative are equally likely, and so are all patterns of signs. The
+CR3 t statistic is flipped instead of the mean, which keeps the level with unequal clusters (Canay, Santos & Shaikh
+2021). For an intercept it equals the Rademacher wild cluster bootstrap with the null imposed (Cameron, Gelbach & Miller
+2008). Max-T flips all cells with one sign vector (Westfall & Young 1993; step-down: Romano & Wolf 2005), so the
+family-wise error holds under any dependence of the cells. Holm's step-down adjustment (1979) is used if signs cannot be
+flipped together.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def studentised(sums: Array, counts: Array) -> Array:
 def flip_statistics(sums: Array, counts: Array, patterns: Array) -> Array:
     """Return CR3 t statistics [..., K, B] of cluster sums [..., K, C] under sign patterns [B, C] common to all K cells.
 
-    ``counts`` are [C] or broadcast against ``sums``.
+    ``counts`` are the numbers of items in the clusters, [C] or in a shape that broadcasts against ``sums``.
     """
     return _ratio(*flip_moments(sums, counts, patterns))
 

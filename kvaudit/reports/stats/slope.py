@@ -47,7 +47,8 @@ def slope_effect(
 
     A difference of two checkpoints' slopes is the slope of their difference: pass candidate - reference. If every item
     has the same slope, the CR3 interval has width 0. Then, if ``reach`` (the width of the range of scores) is given,
-    the interval is Tango's at the effective sample size, over all slopes that scores in such a range can have.
+    Tango's interval at the effective sample size is returned instead. Its scale spans all slopes that scores in such a
+    range can have.
     """
     values = np.asarray(scores, dtype=np.float64)
     weights = dose_weights(x)

@@ -293,7 +293,7 @@ def _test_in_rounds(row: FamilyRow, effect: Effect, margin: float) -> DecidedTes
 
 
 def _recipe(row: FamilyRow, margin: float, pvalue: float) -> Status | None:
-    """Return the status of the test for the training recipe (variance between seeds added), None with too few seeds."""
+    """Return the status of the test for the training recipe (variance between seeds added); None for too few seeds."""
     if row.contrast.recipe is None:
         return None
     effect = _mirrored(row.contrast.recipe, row.sign)

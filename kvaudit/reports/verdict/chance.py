@@ -309,7 +309,7 @@ def templates_for(c: Contrast, margin: float, ratio: float | None = None) -> int
 def lowest_estimate(clusters: int, *, margin: float, alpha: float) -> float | None:
     """Return the lowest drift with which ``clusters`` templates of one size still pass, if all of them show this drift.
 
-    It is None if they are too few to pass with any drift.
+    It is None if there are too few templates to pass with any drift.
     """
     if clusters < clusters_required(margin, alpha):
         return None

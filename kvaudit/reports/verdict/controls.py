@@ -343,7 +343,7 @@ class ErrorRates:
     (also at a margin of 10 pp). ``release_max`` is the same at ``release_level``, where a spread loss is tested by the
     interval alone. In two cases false passes may be more frequent. ``beyond_max`` is for the interval at ``level``, a
     reference at ``beyond_rate`` and a margin of ``beyond_margin``. ``unnamed_max`` is for broken templates that no
-    field names, when items are declared independent.
+    field of the data names, when items are declared independent.
 
     ``type_one_max`` is the two-sided rate of false alarms without drift, ``coverage_min`` the lowest coverage of 95 %
     intervals. ``recipe_three_seeds_max`` is the two-sided type I error of a recipe's 95 % interval from three seeds.

@@ -37,7 +37,7 @@ class _Spread(NamedTuple):
 def with_selectivity(drift: Drift, policies: Sequence[str]) -> Drift:
     """Return the drift with a contrast of selectivity added for each safety suite, policy and length.
 
-    Lengths at which no capability was measured have none.
+    No contrast is added at a length at which no capability was measured.
     """
     return replace(drift, contrasts=(*drift.contrasts, *_selectivity(drift, policies)))
 

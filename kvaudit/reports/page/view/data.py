@@ -68,7 +68,7 @@ class Texts:
         return not any(self.prompts.values()) and not any(row["turns"] for row in rows)
 
     def chunks(self) -> Iterator[tuple[list[ItemKey], dict[int, Any]]]:
-        """Yield, for each data file of about CHUNK characters, its items and its texts.
+        """Yield the items and the texts of each data file, which has about CHUNK characters.
 
         The texts are prompt and answers by item number, which counts over all files.
         """
