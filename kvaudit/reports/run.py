@@ -1,4 +1,4 @@
-"""From a run's records to the drift (by how much behaviour changed), the verdict, and the report's page.
+"""Compute from a run's records the drift (by how much behaviour changed), the verdict, and the report's page.
 
 Every command that needs a verdict computes it here, once.
 """

@@ -70,7 +70,7 @@ class AnswerGroup:
 
     @property
     def line(self) -> str:
-        """The group as a line: do not ship h2o 96, snapkv 112 (attacks that succeed 0 → 25 % of 72, limit +5)."""
+        """The group as a line: "do not ship h2o 96, snapkv 112 (attacks that succeed 0 → 25 % of 72, limit +5)"."""
         return f"{self.word} {self.names}" + (f" ({self.why})" if self.why else "")
 
 
@@ -88,7 +88,7 @@ class Answer:
 
     @property
     def status(self) -> Status | None:
-        """The worst status of the groups; None without groups."""
+        """The worst status of the groups; None if there are no groups."""
         return worst(group.status for group in self.groups) if self.groups else None
 
     @property
@@ -147,10 +147,10 @@ def _question_text(sides: Comparison, question: str) -> str:
 
 
 def _groups(sides: Comparison, cells: Sequence[Decision]) -> Iterator[AnswerGroup]:
-    """Yield the settings or arms that one of the report's questions is about, in groups, the worst group first.
+    """Yield the subjects of one question (serving settings or arms) in groups, the worst group first.
 
-    The members of a group share a verdict in words, such as "do not ship". The verdict of a setting or arm is that of
-    its worst cell.
+    ``cells`` are the gated cells that answer the question. The verdict of a subject is that of its worst cell. All
+    members of a group have the same verdict in words, such as "do not ship".
     """
     subjects: dict[str, list[Decision]] = {}
     for d in cells:
@@ -185,9 +185,9 @@ def _not_measurable_count(cells: Sequence[Decision], status: Status) -> str:
 def severity_order(sides: Comparison) -> Callable[[Decision], tuple[int, int, float]]:
     """Return a sort key that puts the worst cell first.
 
-    Among cells of one status, those of safety facets come first, then other facets, then scores, in which opposite
-    errors cancel. Among cells of one of these three kinds, the one whose bound lies furthest beyond its margin comes
-    first.
+    Cells are sorted by status. Among cells of one status, safety facets come first, then other facets. Scores come
+    last, because errors in opposite directions cancel in them. Within each of these three kinds, the cell whose bound
+    lies furthest beyond its margin comes first.
     """
 
     def key(d: Decision) -> tuple[int, int, float]:
@@ -256,8 +256,8 @@ def cell_message(sides: Comparison, d: Decision) -> str:
 def before_and_after(sides: Comparison, d: Decision) -> str:
     """Return the rates of both sides, such as "0 → 5.6 %"; where there are none, the drift in percentage points.
 
-    A difference of differences has no such rates. A cell decided by human labels gets the drift too: human labels give
-    no rate of each side, and the judge's rates would not fit the bounds by human labels.
+    A difference of differences has no such rates. A cell decided by human labels gets the drift too: human labels do
+    not give the rate of each side, and the judge's rates would not fit the bounds by human labels.
     """
     if d.judged and d.effect:
         return f"{_sign(sides, d) * d.effect.estimate:+.1f} points by human labels"
@@ -285,7 +285,7 @@ def _limit_and_bound(sides: Comparison, d: Decision) -> tuple[str, str]:
 
 
 def _sign(sides: Comparison, d: Decision) -> int:
-    """Return the factor from a cell's drift to percentage points of the event shown: 100, or -100 for an unwanted one.
+    """Return the factor from a cell's drift to percentage points of the event: 100, or -100 for an unwanted event.
 
     A drift counts the wanted outcome, so more of an unwanted event is a negative drift.
     """

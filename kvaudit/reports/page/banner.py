@@ -80,14 +80,17 @@ def run_banner(findings: Findings) -> Banner:
 
 
 def quoted_number(d: Decision) -> str:
-    """Return as text the drift that a banner quotes, with interval and margin."""
+    """Return as text the drift that a banner quotes, with its interval and margin."""
     assert d.effect is not None
     label = "margin" if d.ratio is None else f"{ratio_text(d.ratio.times)}, limit"
     return f"{effect_text(d.effect)}, {label} {held_to(d)}"
 
 
 def verdict_sentence(verdict: Verdict) -> str:
-    """Return a sentence on what a verdict means; for a FAIL with the number of cells shown to exceed the margin."""
+    """Return a sentence on what a verdict means.
+
+    For a FAIL it also says how many cells are shown to exceed their margin.
+    """
     failed = [d for d in verdict.gated if d.standing is Status.FAIL and d.effect]
     if verdict.status is not Status.FAIL or not failed:
         return SENTENCES[verdict.status]
@@ -221,9 +224,10 @@ def churn_words(findings: Decided, d: Decision) -> str:
 
 
 def unscored_lines(sides: Comparison, head: Decision) -> list[str]:
-    """Return a line with the drift of ``head``, all unscored answers counted against the candidate, then for it.
+    """Return a line with the two drifts that cell ``head`` would have if its unscored answers were counted.
 
-    For a facet these are the answers in which it could not be read. Empty if there are none.
+    They are counted as a loss of the candidate for the first drift, and as a gain for the second. For a facet, the
+    answers that could not be read are counted instead. The list is empty if there are no such answers.
     """
     if head.worst is None or head.best is None or head.worst == head.best:
         return []

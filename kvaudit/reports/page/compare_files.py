@@ -1,8 +1,8 @@
-"""Two result files -> paired inference and a verdict, by the code that decides a run.
+"""Compare two result files: pair their answers, and decide by the code that decides a run.
 
 The first file is the reference, the second the candidate. Each suite at each length is tested against the margin, and
-so is each facet (a yes-or-no property of an answer, such as ``refused``) that has its own margin; all must pass. Two
-metrics count as two judges of the same answers: the worse verdict counts.
+so is each facet (a yes-or-no property of an answer, such as ``refused``) that has its own margin; all must pass. If two
+metrics are given, they are read as two judges of the same answers, and the worse verdict counts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ DEFAULT_MARGIN, DEFAULT_ALPHA = 5.0, 0.05  # pp, one-sided level
 
 @dataclass(frozen=True)
 class Sides:
-    """The two result files as read, and the options of reading them. ``clusters_given``: by the user, as --cluster."""
+    """The two result files as read, and the options with which they were read.
+
+    ``clusters_given`` is whether the user named the clusters with --cluster.
+    """
 
     reference: Log
     candidate: Log
@@ -61,7 +64,7 @@ class Sides:
 
     @property
     def title(self) -> str:
-        """The names as: CANDIDATE against REFERENCE."""
+        """The names as a title: CANDIDATE against REFERENCE."""
         return f"{self.names[1]} against {self.names[0]}"
 
 
@@ -81,12 +84,14 @@ def read_sides(
     higher_is_better: bool = False,
     select: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {}),
 ) -> Sides:
-    """Read both files; ``cluster`` names the field that holds each row's template.
+    """Read both files and return them with the options.
 
-    ``select`` maps columns to values, for each file: the arm, policy and so on to compare of a run that has several.
+    ``cluster`` is the value of --cluster, which names the field that holds each row's template; it must be None if
+    ``items_are_independent``. ``lower_is_better`` and ``higher_is_better`` say which way a metric is better, if its
+    name does not. ``select`` holds a mapping for each of the two files. If a file is a run with several arms or
+    policies, the mapping chooses which one is compared: {"arm": "smd"}.
 
-    ``lower_is_better`` and ``higher_is_better`` say which way a metric is better, if its name does not. Raises
-    SpecError and DataError for files that cannot be read, and for a run whose checkpoints were changed after it.
+    Raises SpecError and DataError for files that cannot be read, and for a run whose checkpoints were changed after it.
     """
     if cluster is not None and items_are_independent:
         raise SpecError("--cluster and --items-are-independent contradict each other; give one")
@@ -107,7 +112,7 @@ def read_sides(
 
 @dataclass(frozen=True)
 class MetricComparison:
-    """The comparison of two files on one metric: findings with the verdict, notes to print, the paired records."""
+    """The comparison of two files on one metric: findings with the verdict, notes to print, and the paired records."""
 
     sides: Sides
     metric: str
@@ -152,11 +157,12 @@ def compare(
     alpha: float = DEFAULT_ALPHA,
     items_are_independent: bool = False,
 ) -> MetricComparison:
-    """Compare the two files on one metric; ``margin`` and ``margins`` (by suite or facet) are in pp.
+    """Compare the two files on one metric.
 
-    ``ratios`` limit, instead of a margin, how many times as often the unwanted outcome may happen. Without clusters no
-    cell passes unless ``items_are_independent``. Raises SpecError for an invalid margin, ratio or level, and for
-    ``items_are_independent`` with clusters; DataError for scores outside [0, 1].
+    ``margin`` is for every suite, ``margins`` by the name of a suite or facet; both are in pp. ``ratios`` gives, by
+    name, how many times as often the unwanted outcome may happen; it replaces the margin. Without clusters no cell
+    passes unless ``items_are_independent``. Raises SpecError for an invalid margin, ratio or ``alpha``, and for
+    ``items_are_independent`` if the files name clusters; DataError for scores outside [0, 1].
     """
     for points in (margin, *(margins or {}).values()):
         margin_of(points, "--margin")
@@ -269,7 +275,7 @@ def parse_ratios(texts: Sequence[str]) -> dict[str, float]:
 def _parse_named_numbers(texts: Sequence[str], option: str, expected: str) -> dict[str, float]:
     """Parse texts NAME=NUMBER into a dict by name; a number without a name has the key "".
 
-    ``option`` (such as --margin) and ``expected`` (what to give instead) are words for the error. Raises SpecError for
+    The error message names ``option`` (such as --margin) and says what is ``expected`` instead. Raises SpecError for
     anything but a number, and for a name given twice.
     """
     numbers: dict[str, float] = {}
@@ -304,10 +310,10 @@ def _margins(
     by_name: Mapping[str, float],
     ratios: Mapping[str, float],
 ) -> dict[str, float]:
-    """Return margins in score units (0.05 = 5 pp) by suite or facet: those named by the user, and ``margin`` elsewhere.
+    """Return margins in score units (0.05 = 5 pp) by suite or facet.
 
-    ``by_name`` and ``ratios`` are what the user gave by name. In a suite that has neither, ``margin`` holds for every
-    metric of ``_deciding_metrics``.
+    ``by_name`` holds the margins and ``ratios`` the limits that the user gave by name. In a suite that neither names,
+    ``margin`` holds for every metric of ``_deciding_metrics``. ``margin`` and ``by_name`` are in pp.
     """
     points = dict(by_name)
     for suite in comparison.suites:
@@ -350,9 +356,10 @@ def _in_order(comparison: Comparison, by_name: Mapping[str, float]) -> dict[str,
 
 
 def compare_judges(first: MetricComparison, second: MetricComparison) -> TwoJudges:
-    """Return the comparison of two judges; the grades of each judge are one metric in both files.
+    """Return the comparison of two judges of the same answers.
 
-    Raises SpecError if ``first`` and ``second`` compare different files.
+    ``first`` and ``second`` compare the files by one metric each, which holds the grades of one judge. Raises SpecError
+    if they compare different files.
     """
     if first.sides is not second.sides:
         raise SpecError("two judges must have labelled the same two files; these metrics are of different files")
@@ -360,7 +367,10 @@ def compare_judges(first: MetricComparison, second: MetricComparison) -> TwoJudg
 
 
 def _kappa_of_arm(first: MetricComparison, second: MetricComparison, arm: str) -> Kappa | None:
-    """Return Cohen's kappa over the answers of one file that both judges scored; a score of 1/2 or more is "right"."""
+    """Return Cohen's kappa of the two judges over the answers of one file that both of them scored.
+
+    ``arm`` is the file: each file is one arm of the comparison. A score of 1/2 or more counts as "right".
+    """
     key = ["suite", "context_tokens", "train_seed", "item_id", "sample_index"]
     scores = [table[table["arm"] == arm].set_index(key)["score"] for table in (first.records, second.records)]
     labels = scores[0].to_frame("first").join(scores[1].to_frame("second"), how="inner").dropna()

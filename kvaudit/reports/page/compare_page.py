@@ -56,7 +56,11 @@ def _about(compared: MetricComparison, d: Decision) -> str:
 
 
 def comparison_cautions(compared: MetricComparison) -> list[str]:
-    """Return what the quoted drift cannot show: templates that were not sampled, and the gate's error rates."""
+    """Return cautions to read with the quoted drift.
+
+    They are about templates that may have gone unsampled, losses that a few broken templates could hide, and the gate's
+    error rates.
+    """
     findings = compared.findings
     fewest = compared.records.groupby(["arm", "suite", "context_tokens"])["cluster_id"].nunique().min()
     units = "templates" if findings.drift.unclustered is None else "items"
@@ -75,7 +79,7 @@ def _at(cell: CellName) -> str:
 
 
 def comparison_table(compared: MetricComparison) -> Table:
-    """Return the table of decided cells: one row per suite and length, and per facet that has a margin."""
+    """Return the table of decided cells: one row for each suite and length, and for each facet that has a margin."""
     headers = ["suite", "verdict", "items / templates", "rates", "drift, 95 % interval", "one-sided bounds, margin"]
     headers += ["lost / gained", "p (family)", "note"]
     return footnoted(headers, [_row(compared, d) for d in compared.verdict.gated], words=2)

@@ -1,4 +1,4 @@
-"""Two result files -> one table of paired scores, with notes, and with reasons why the files may not be comparable.
+"""Join two result files into one table of paired scores, with notes and with reasons why they may not be comparable.
 
 Items pair by suite, length, name and repeat. Nothing is dropped to make the files fit: a difference is a reason against
 the comparison. ``direction_of`` finds which way a metric is better.
@@ -44,11 +44,11 @@ class PairedScores:
 
 
 def choose_metrics(a: Log, b: Log, requested: Sequence[str]) -> list[str]:
-    """Return the requested metrics, or if none is requested the only metric of both files.
+    """Return the requested metrics; if none is requested, the only metric of both files.
 
-    A metric that one file alone has is not ignored silently, since it may be the one that got worse. Raises SpecError
-    if the choice is not clear, UnknownName for a requested metric that the files do not share, DataError for scores
-    outside [0, 1].
+    If none is requested and one file has a further metric, the user must choose, since the further metric may be the
+    one that got worse. Raises SpecError if the choice is not clear, UnknownName for a requested metric that the files
+    do not share, DataError for scores outside [0, 1].
     """
     shared = sorted(a.metrics & b.metrics)
     if not shared:
@@ -87,8 +87,8 @@ def pair_logs(
 ) -> PairedScores:
     """Return the paired rows of one metric; ``a`` is the reference file, ``b`` the candidate.
 
-    ``clusters_given``: the user named the clusters by --cluster. Raises DataError for scores outside [0, 1], SpecError
-    if --cluster matches nothing.
+    ``clusters_given`` is whether the user named the clusters with --cluster. Raises SpecError if --cluster matches
+    nothing, DataError for scores outside [0, 1].
     """
     check_scale(a, b, metric)
     tables = [log.rows[log.rows["metric"] == metric].drop(columns="metric") for log in (a, b)]
@@ -141,7 +141,7 @@ def _unscored_by(metric: str, log: Log) -> Iterator[str]:
 
 
 def _run_reasons(log: Log) -> Iterator[Reason]:
-    """Yield reasons against comparing for records that are missing or changed in the chosen part of a kvaudit run."""
+    """Yield reasons against comparing if records are missing or changed in the chosen part of a kvaudit run."""
     if log.run is None:
         return
     comparison = comparison_of(log.run.spec, log.run.records, log.run.provenance)
@@ -189,8 +189,8 @@ def _log_notes(a: Log, b: Log, metric: str) -> Iterator[str]:
 def _unify_suite_names(tables: list[pd.DataFrame], a: Log) -> list[pd.DataFrame]:
     """Return the tables with the same suite name in both, if each file has one suite and their names do not differ.
 
-    A suite without a name takes that of the other file. If the files cannot share a name, nothing changes but that
-    suites without a name get a default one.
+    A suite without a name takes the name from the other file. If the files cannot share a name, only suites without a
+    name are changed: they get a default one.
     """
     suite_names = [set(table["suite"]) - {ONE_SUITE} for table in tables]
     single = all(table["suite"].nunique() == 1 for table in tables) and len(suite_names[0] | suite_names[1]) < 2
@@ -226,7 +226,10 @@ def _fill_clusters(tables: list[pd.DataFrame], *, clusters_given: bool) -> tuple
 
 
 def _join_copies(log: Log, table: pd.DataFrame) -> pd.DataFrame:
-    """Give items with the same question (but for case and blanks) one cluster; kvaudit's own records stay unchanged."""
+    """Return the table with items that ask the same question in one cluster; kvaudit's own records stay unchanged.
+
+    Case and blanks are ignored when questions are compared.
+    """
     if log.reader == "kvaudit":
         return table
     # the least and not the first: the other file may have another order
@@ -275,9 +278,9 @@ def _row_reasons(log: Log, table: pd.DataFrame) -> Iterator[Reason]:
 
 
 def _missing_reasons(log: Log, table: pd.DataFrame, metric: str) -> Iterator[Reason]:
-    """Yield a reason against comparing if a file lacks answers, and over 1 % of its answers are missing or unscored.
+    """Yield a reason against comparing if a file lacks an answer and over 1 % of its answers are missing or unscored.
 
-    Missing are the answers that had to be left out when the file was read.
+    An answer is missing if it had to be left out when the file was read.
     """
     refused = log.kept_out.get(metric, 0) + log.kept_out.get(ANY_METRIC, 0)
     missing, total = refused + int(table["score"].isna().sum()), refused + len(table)
@@ -406,7 +409,10 @@ def names_harm(name: str) -> bool:
 
 
 def _is_wanted(metric: str, *, is_named: bool) -> bool:
-    """Return whether more of a metric is known to be better; ``is_named`` is whether a suite or task has a name."""
+    """Return whether more of a metric is known to be better.
+
+    ``is_named`` is whether the suite or the task has a name; some metrics are known to be wanted only then.
+    """
     name = _plain_name(metric)
     last = _plain_name(metric.partition(",")[0].rpartition(".")[2])  # Inspect: SCORER.METRIC
     if name == _BY_DEFINITION or _WANTED.fullmatch(name) or _WANTED.fullmatch(last):
@@ -420,9 +426,10 @@ def _plain_name(metric: str) -> str:
 
 
 def _has_word(name: str, beginnings: tuple[str, ...], whole: Collection[str], but: tuple[str, ...] = ()) -> bool:
-    """Return whether a word of ``name`` is in ``whole``, or starts with one of ``beginnings`` but with none of ``but``.
+    """Return whether a name has one of certain words.
 
-    Two adjacent words are also tried as one word for ``beginnings`` ("strong_reject" as "strongreject").
+    A word counts if it is in ``whole``. It also counts if it starts with one of ``beginnings``, unless it starts with
+    one of ``but``. For ``beginnings`` two adjacent words are tried as one word too ("strong_reject" as "strongreject").
     """
     words = [word for word in re.split(r"[^a-z0-9]+", _CAMEL.sub("_", name).lower()) if word]
     pairs = ["".join(pair) for pair in pairwise(words)]  # strong_reject
@@ -431,7 +438,7 @@ def _has_word(name: str, beginnings: tuple[str, ...], whole: Collection[str], bu
 
 
 def _places(log: Log, metric: str) -> Iterator[str]:
-    """Yield the names of the suites and of the task in which a log has a metric, which may speak of harm."""
+    """Yield the names of a log's task and of the suites that have the metric; such a name may have a word for harm."""
     yield from (str(suite) for suite in sorted(set(log.rows.loc[log.rows["metric"] == metric, "suite"])) if suite)
     if task := log.facts.get("task"):
         yield task

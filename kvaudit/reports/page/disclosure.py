@@ -125,7 +125,7 @@ class Disclosure:
 def disclosure_of(page: Page, arm: str | None = None) -> Disclosure:
     """Return the facts to publish with a model (a disclosure), of all arms or of ``arm`` alone.
 
-    Nothing is decided here: its verdict is that of the page.
+    The verdict is that of the page; nothing is decided here.
     """
     if arm is None:
         return _run_disclosure(page)
@@ -180,7 +180,10 @@ def _lowest_cell(drift: Iterable[MeasuredCell]) -> MeasuredCell | None:
 
 
 def _arm_verdict(run_findings: Findings, findings: Decided, arm: str) -> tuple[str, str]:
-    """Return the status of an arm and a sentence on it; REFERENCE or NOT GATED for an arm without gated cells."""
+    """Return the status of an arm and a sentence on it.
+
+    For an arm without gated cells the status is REFERENCE or NOT GATED.
+    """
     gated_arms = ", ".join(a.arm for a in run_findings.verdict.arms) or "no arm"
     run_verdict = f"the verdict of the whole run, {run_findings.verdict.status.value}, is about {gated_arms}"
     verdicts = [d.standing.value for d in findings.verdict.gated]
@@ -303,8 +306,8 @@ def _ledger_facts(
 ) -> Facts:
     """Return facts on the ledgers (records of what left the cache) by which rollouts are replayed.
 
-    These are their hashes, the share of training steps that logged one, and the largest replay error. All are not
-    applicable to rollouts that were not compressed.
+    These are their hashes, the share of training steps that logged a ledger, and the largest replay error. If rollouts
+    were not compressed, all of them are "not applicable".
     """
     names = ("ledgers_sha256", "share_of_steps_logged", *_CERTIFICATE)
     if not compressed:
@@ -346,7 +349,7 @@ def _serving_facts(findings: Findings, policy: str, use: CacheUse | None) -> Fac
 def _engine(findings: Findings, policy: str) -> Facts:
     """Return facts on a policy's engine: its name, its settings, what it reports of itself, its uncompressed setting.
 
-    Empty if no engine takes part in the run.
+    The mapping is empty if no engine takes part in the run.
     """
     sides = findings.comparison
     if not sides.references:
@@ -363,7 +366,7 @@ def _engine(findings: Findings, policy: str) -> Facts:
 
 
 def _not_evaluated(findings: Findings) -> Facts:
-    """Return the compression mechanisms, rollout policies and context lengths that the run did not evaluate."""
+    """Return facts on what the run did not evaluate: compression mechanisms, rollout policies and context lengths."""
     families = findings.provenance.get("known_policies")
     served = {
         mechanism.partition(":")[0]
@@ -380,9 +383,10 @@ def _not_evaluated(findings: Findings) -> Facts:
 
 
 def _rollouts_not_served(findings: Findings) -> Fact:
-    """Return the policies under which rollouts were sampled but under which this run evaluated nothing.
+    """Return the policies under which arms sampled rollouts, but under which this run evaluated nothing.
 
-    If there are no such policies, the fact is unknown if some arm's rollout policy is unknown, else not applicable.
+    If there are no such policies, the fact is "not applicable"; it is "unknown" if the rollout policy of an arm is
+    unknown.
     """
     declared, policies, rollouts = table_of(findings.provenance, "declared"), findings.comparison.policies, list[Any]()
     for arm in findings.comparison.arms:

@@ -41,8 +41,8 @@ EVENT_HEADERS = (
 class Event:
     """How often one facet's event, such as "unsafe", occurred in reference and candidate, in one cell.
 
-    Rates and differences (candidate minus reference) are shares of the readable answers; those of the facet of form
-    (``well_formed``: could the answer be read?) are shares of all answers.
+    Rates and differences (candidate minus reference) are shares of the readable answers. For the facet of form
+    (``well_formed``: could the answer be read?) they are shares of all answers.
     """
 
     facet: Facet
@@ -96,7 +96,7 @@ class Event:
 
     @property
     def depends_on_reading(self) -> bool:
-        """Whether the facet moved, but would not have moved if unreadable answers were counted in another way."""
+        """Whether the facet moved, but another way to count the unreadable answers would undo that."""
         return self.moved in (WORSE, BETTER) and self.bounds is not None and self.bounds[0] <= 0 <= self.bounds[1]
 
     @property
@@ -120,7 +120,7 @@ def event_row(e: Event) -> list[str]:
 
 
 def event_notes(events: Sequence[Event]) -> tuple[str, ...]:
-    """Return notes that explain the events and the columns of their table; empty without events."""
+    """Return notes that explain the events and the columns of their table; an empty tuple if there are no events."""
     if not events:
         return ()
     legend = "; ".join(f"{e.name}: {_meaning(e.facet)}" for e in {e.facet.name: e for e in events}.values())
@@ -229,7 +229,7 @@ def _by_kind(all_events: Sequence[Event]) -> str:
 def _kinds_that_moved(all_events: Sequence[Event], moved: str) -> list[str]:
     """Return the kinds of facets (form, safety, ...) that moved in direction ``moved`` ("worse", "better").
 
-    If only some facets of a kind did, they are named: "safety (unsafe)".
+    If only some facets of a kind moved, they are named: "safety (unsafe)".
     """
     names = []
     for kind in dict.fromkeys(e.facet.kind for e in all_events):
@@ -242,7 +242,7 @@ def _kinds_that_moved(all_events: Sequence[Event], moved: str) -> list[str]:
 
 
 def gated_events(findings: Decided) -> list[Event]:
-    """Return the facets of the gated cells as events, suite by suite."""
+    """Return an event for each facet of each gated cell, suite by suite."""
     cells = dict.fromkeys(_cell(findings.comparison, d) for d in findings.verdict.gated)
     order = findings.comparison.suites
     ordered = sorted(cells, key=lambda cell: order.index(cell[3]))
@@ -254,7 +254,7 @@ def _is_listed(findings: Decided, e: Event) -> bool:
 
 
 def failed_table(findings: Decided) -> Table:
-    """Return the table of failed suites, each with the kinds of facets that moved."""
+    """Return the table of the suites that failed, each with the kinds of facets that moved in it."""
     rows = [
         [cell_label(findings.comparison, d), effect_text(d.effect), _by_kind(events)]
         for d, events in _failed_suites(findings)

@@ -42,7 +42,10 @@ class Findings(Decided):
 
 
 def contrasts_with_pages(data: RunData) -> frozenset[str]:
-    """Return the kinds of contrast whose flips (items with differing answers) have pages in the run folder, if any."""
+    """Return the kinds of contrast for which the run folder has pages of flips (items whose answers differ).
+
+    The set is empty if the folder has no such pages.
+    """
     return kinds_shown(data) if (Path(data.run) / "view" / "index.html").is_file() else frozenset()
 
 
@@ -74,8 +77,8 @@ def flip_link(findings: Findings, example: Example) -> str:
 
 
 def _linked_estimand(sides: Comparison, estimand: str, policy: str) -> str:
-    """Return the kind of difference under whose name the pages list a cell's flips.
+    """Return the kind of difference (estimand) under which the pages list a cell's flips.
 
-    It is "alike" for "deployed" under an uncompressed policy, where both are the same difference, else ``estimand``.
+    Under an uncompressed policy "deployed" and "alike" are the same difference, and the pages list it as "alike".
     """
     return "alike" if estimand == "deployed" and sides.is_uncompressed(policy) else estimand

@@ -152,7 +152,7 @@ class Page:
 
 
 def grid_of(findings: Findings) -> Grid:
-    """Return the gated cells as a grid, its rows sorted by question; of too many rows only the worst are kept."""
+    """Return the gated cells as a grid, its rows sorted by question; if rows are too many, only the worst are kept."""
     sides = findings.comparison
     gated = findings.verdict.gated
     columns = list(dict.fromkeys(metric_text(sides, d) for d in gated))
@@ -207,7 +207,7 @@ def grid_table(grid: Grid, n_rows: int) -> Table:
 
 
 def screen_of(findings: Findings) -> Screen:
-    """Return the first screen of a run, within MOST_WORDS."""
+    """Return the first screen of a run, cut to MOST_WORDS words if possible."""
     suggestions = (
         line for section, value in sections_in(findings.values) for line in section.suggestions(value, findings)
     )
@@ -270,7 +270,7 @@ def _remark_names(findings: Findings) -> str:
 
 
 def _first_words(line: str) -> str:
-    """Return a line cut to MOST_OF_NAME characters at a word, with … where it goes on."""
+    """Return a line cut at a word to MOST_OF_NAME characters, with … at its end if something was cut."""
     return line if len(line) <= MOST_OF_NAME else f"{line[:MOST_OF_NAME].rpartition(' ')[0] or line[:MOST_OF_NAME]} …"
 
 

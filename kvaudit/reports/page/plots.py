@@ -1,7 +1,7 @@
 """Figures of a report as inline SVG: forest plot, heatmap and quadrant plot of drifts, and the figures of the sections.
 
-In the heatmap outline, star and hatching show the status, so colour is not needed. In the quadrant the corner where
-capability holds and safety does not is shaded.
+In the heatmap outline, star and hatching show the status, so colour is not needed. The quadrant plot shades the corner
+in which capability holds and safety does not.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from kvaudit.reports.verdict.verdict import Decided, Decision, Status
 
 
 def figures(findings: Findings) -> dict[str, Drawing]:
-    """Return by name the figures that have data."""
+    """Return the figures that have data, by name."""
     with figure_style():
         drawings = [
             draw_forest(findings),
@@ -74,7 +74,7 @@ _ForestGroup = tuple[str, int]  # suite, length
 
 
 def draw_forest(findings: Decided) -> Drawing | None:
-    """Draw the forest plot, a panel per suite and length; None without numbers.
+    """Draw the forest plot, with a panel per suite and length; return None if no cell has a number.
 
     If every panel would have one row, all rows are in one panel.
     """
@@ -138,9 +138,10 @@ def _forest_panel(
     names: list[str],
     rows: Sequence[Hashable] = (),
 ) -> None:
-    """Draw each decision as an interval in a panel of the forest plot, in the row that ``row_keys`` names for it.
+    """Draw each decision as an interval in a panel of the forest plot.
 
-    ``rows`` gives the order of all rows; without it they are in the order of ``row_keys``.
+    ``row_keys`` holds a key for each decision: decisions with the same key share a row. ``rows`` lists all keys from
+    the top row down; if it is empty, the rows are in the order of ``row_keys``. ``names`` are the labels of the rows.
     """
     margin = 100 * min(d.margin or 0 for d in decisions)  # a ratio has another margin in every cell
     panel.axvspan(-margin, margin, color=GAIN, alpha=0.13, linewidth=0)
@@ -241,7 +242,8 @@ def ungated_status(c: Contrast, margin: float | None, *, is_measurable: bool = T
 def suite_margin(findings: Decided, c: Contrast) -> float | None:
     """Return the margin of a drift's suite; None if it is the drift of a facet.
 
-    The PASS of a facet also needs answers in a form that can be read, which only the gate checks.
+    A facet's status cannot be shown by its margin alone: its PASS also needs answers in a readable form, which only the
+    gate checks.
     """
     return None if c.suite in findings.comparison.facets else findings.rules.margins.get(c.suite)
 
@@ -300,9 +302,9 @@ Point = tuple[Contrast, Contrast]  # capability, safety
 
 
 def draw_quadrant(findings: Decided) -> Drawing | None:
-    """Draw capability drift against safety drift, a panel per gated policy; None unless both kinds of suite were asked.
+    """Draw capability drift against safety drift, with a panel for each gated policy.
 
-    If nothing was trained there is one panel.
+    If nothing was trained there is one panel. Returns None unless both kinds of suite were asked.
     """
     sides = findings.comparison
     groups: dict[str, list[Point]] = {}

@@ -1,10 +1,10 @@
 """The findings of one probe of an endpoint: its noise, and the effect of a longer context on the same items.
 
-Noise: how often two answers to one item differ. Effect: an item's score in the long context minus that in the short
-one. With a baseline (an earlier probe by the same plan) also the change of this effect since then. If the endpoint
-compresses its cache, scores change where the context is long, though the question is the same. A model that reads long
-contexts badly changes them too, but then the baseline shows the same change. A failed request gives no answer, and its
-item is left out on both sides.
+Noise is how often two answers to one item differ. The effect is an item's score in the long context minus its score in
+the short one. If there is a baseline (an earlier probe by the same plan), the findings also say how this effect changed
+since then. If the endpoint compresses its cache, scores change where the context is long, though the question is the
+same. A model that reads long contexts badly changes them too, but then the baseline shows the same change. A failed
+request gives no answer, and its item is left out on both sides.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ _KEY = ["suite", "cluster_id", "item_id"]
 class Noise:
     """The noise of a suite at one length: the shares of repeated items whose answers differ in words, and in score.
 
-    ``low, high`` is the 95 % interval of ``scores``, the share that differs in score; None with too few ``templates``.
+    ``low, high`` is the 95 % interval of ``scores``, the share that differs in score. Both are None if there are too
+    few ``templates``.
     """
 
     suite: str
@@ -67,8 +68,8 @@ class Length:
     """The effect of context length on a suite's score or on a facet (1 = as wanted): long minus short context.
 
     ``effect`` has no interval where there are too few templates. ``against`` is the effect minus the effect in the
-    baseline. ``sign`` is whether a loss with length is significant (with a baseline, a greater loss than the
-    baseline's), at 5 % over all suites and lengths together (Holm).
+    baseline. ``sign`` is whether the longer context loses significantly (if there is a baseline, whether it loses
+    significantly more than in the baseline), at 5 % over all suites and lengths together (Holm).
     """
 
     metric: str
@@ -83,7 +84,7 @@ class Length:
 
     @property
     def tested(self) -> Effect | Estimate:
-        """The effect that decides: against the baseline where there is one."""
+        """The effect that decides: ``against`` if there is a baseline, else ``effect``."""
         return self.against or self.effect
 
 
@@ -91,9 +92,9 @@ class Length:
 class AnswerCounts:
     """Counts of the scored conversations, and of those whose answers may not show the model's behaviour.
 
-    ``empty``: the answer has no text, with or without a thought; ``cut``: it has text and was cut off; ``thoughts``: it
-    begins with a thought that was graded as text. ``beside``: by field of the message, the answers whose text was in
-    that field instead of the content.
+    An answer counts as ``empty`` if it has no text, with or without a thought; as ``cut`` if it has text and was cut
+    off; among ``thoughts`` if it begins with a thought that was graded as text. ``beside`` counts the answers whose
+    text was not in the content of the message but in another field, by the name of that field.
     """
 
     scored: int
@@ -110,7 +111,10 @@ class AnswerCounts:
 
 @dataclass(frozen=True)
 class ProbeFindings:
-    """The findings of a probe. ``records`` counts its conversations, ``unscored`` those of them that have no score."""
+    """The findings of a probe.
+
+    ``records`` counts its conversations, ``unscored`` those among them that have no score.
+    """
 
     run: str
     baseline: str | None
@@ -219,7 +223,7 @@ def _noise_by_cell(scored: pd.DataFrame, grid: EvaluateSpec) -> Iterator[Noise]:
 
 
 def _share_of_pairs(draws: pd.Series) -> float:
-    """Return the share of the pairs of draws that differ."""
+    """Return the share of pairs in which the two draws differ, over all pairs of these draws."""
     return float(np.mean([a != b for a, b in combinations(draws.tolist(), 2)]))
 
 
@@ -247,10 +251,11 @@ def _lengths(data: RunData, baseline: RunData | None) -> Iterator[Length]:
 def _length(
     suites: list[str], metric: str, lengths: tuple[int, int], tables: list[pd.DataFrame], samples: int
 ) -> Length | None:
-    """Return the effect of length on items that have a value at both lengths in every table; None without such items.
+    """Return the effect of length on one metric of these suites together.
 
     ``lengths`` are the short and the long one in tokens. ``tables`` are the item means of the probe and, if there is
-    one, of its baseline. ``samples`` is the number of answers per item.
+    one, of its baseline. ``samples`` is the number of answers per item. Only items with a value at both lengths in
+    every table count; the result is None if there are no such items.
     """
     columns = [table[metric].xs(length, level="context_tokens") for table in tables for length in lengths]
     common = pd.concat([column[column.index.isin(suites, level="suite")] for column in columns], axis=1).dropna()

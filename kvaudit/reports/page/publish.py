@@ -63,7 +63,10 @@ def mask_private(value: Any, findings: Findings) -> Any:
 
 
 def _public_spellings(findings: Findings) -> dict[str, str]:
-    """Return what may be published in place of each private text, for every spelling of it on a page."""
+    """Return a mapping from each private text to the text that may be published in its place.
+
+    The private texts are the model's path and the addresses of servers, in every spelling that a page may have.
+    """
     from kvaudit.reports.page.formats.markdown import escape
     from kvaudit.reports.sections.shared.words import shorten
 
@@ -109,11 +112,11 @@ def extract_section(card: str, name: str) -> str:
 
 
 def _span(card: str, name: str) -> tuple[int, int] | None:
-    """Return start and end of a section of a model card, which a begin and an end comment named ``name`` enclose.
+    """Return where the section called ``name`` begins and ends in a model card; None if the card has no such section.
 
-    None if the card has no such comments; those in a block of code are an example and do not count. The end includes
-    the line break, so that replacing a section by itself leaves the card as it was. Raises DataError for comments that
-    do not pair.
+    The section is enclosed by two comments, one for its begin and one for its end. Comments in a block of code are an
+    example and do not count. The end includes the line break, so that replacing a section by itself leaves the card as
+    it was. Raises DataError for comments that do not pair.
     """
     card = _FENCED.sub(lambda block: " " * len(block[0]), card)
     begins, ends = card.count(BEGIN), card.count(END)
@@ -143,7 +146,7 @@ def write_card(folder: Path, section: str, *, base: str) -> None:
 
 
 def hub_results(page: Page, arm: str, dataset: str) -> dict[str, str]:
-    """Return by file name the texts that the hub reads, with an arm's gated drifts.
+    """Return the files with an arm's gated drifts that the hub reads, as texts by file name.
 
     There is a file for each policy and kind of difference. Raises SpecError if the dataset is not a hub id, or if no
     gated cell of the arm has a drift.

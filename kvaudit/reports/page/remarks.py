@@ -54,7 +54,7 @@ PHRASE_ERRORS = "7 to 10 of 100 misread"
 
 
 def remarks(findings: Findings) -> Iterator[str]:
-    """Yield one line per remark that qualifies the verdict, such as a waiver; none for a run that needs no caution."""
+    """Yield one line per remark that qualifies the verdict, such as a waiver; there may be none."""
     why, stopped = findings.verdict.adjustment.reason, table_of(findings.provenance, STOPPED).items()
     positioned: list[tuple[int, Iterable[str]]] = [
         (10, not_measurable(findings)),
@@ -236,7 +236,7 @@ def _prompt_remarks(provenance: Mapping[str, Any]) -> Iterator[str]:
 
 
 def cautions(findings: Findings, head: Decision | None) -> list[str]:
-    """Return lines on what the quoted drift cannot show: unsampled templates, error rates, the cell's other comparison.
+    """Return cautions to read with the quoted drift: unsampled templates, error rates, the cell's other comparison.
 
     A cell is compared with the reference served alike and with the uncompressed one; the banner quotes only one of
     them.
@@ -260,7 +260,8 @@ def cautions(findings: Findings, head: Decision | None) -> list[str]:
 def blind_spot_line(findings: Decided, head: Decision | None, fewest: int, units: str = "templates") -> str:
     """Return a line on the blind spot: the largest share of broken templates that the sample may have missed.
 
-    ``head`` is the cell that the banner quotes; without one, the share is computed for ``fewest`` templates.
+    ``head`` is the cell that the banner quotes; without one, the share is computed for ``fewest`` templates. ``units``
+    is what the line calls templates; it is "items" if each item is its own template.
     """
     alpha = findings.rules.alpha
     if head and head.effect and head.blind_spot is not None:

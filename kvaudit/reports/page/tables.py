@@ -187,7 +187,10 @@ def _flatten(prefix: str, value: Any) -> Iterable[tuple[str, str]]:
 
 
 def gate_table(findings: Findings, decisions: Sequence[Decision], *, gated: bool) -> Table:
-    """Return the table of gated (or of other) decisions, one row each; columns that do not vary are left out."""
+    """Return the table of those decisions that are ``gated``, or of those that are not, one row each.
+
+    Columns whose value does not vary are left out.
+    """
     sides, cells = findings.comparison, [d for d in decisions if d.gated is gated]
     columns = {"candidate": [sides.who(d.arm, d.policy) for d in cells]}
     if len({(d.estimand == DEPLOYED, is_serving(sides, d)) for d in cells}) > 1:

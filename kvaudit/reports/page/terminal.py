@@ -70,7 +70,10 @@ def terminal_lines(findings: Findings, run: Path | None = None, extras: Terminal
 
 
 def _doubtful_lines(findings: Findings) -> Iterator[str]:
-    """Yield how many grades the judge is unsure of in the worst undecided metric, then a few such lost answers."""
+    """Yield a line on the grades that the judge is unsure of, then a few lost answers with such a grade.
+
+    All are about one metric: the worst that is undecided and has such grades.
+    """
     sides = findings.comparison
     for d in sorted(findings.verdict.gated, key=severity_order(sides)):
         suite = suite_of(d.suite) if d.suite in sides.facets else d.suite
@@ -99,8 +102,8 @@ def _flip_line(flip: Example) -> str:
 def _cells_shown(findings: Findings) -> list[Decision]:
     """Return the gated decisions to print, the worst first.
 
-    A suite with gated facets (yes-or-no properties of answers) has a decision for each facet and one for its score; the
-    latter is printed only if it fails.
+    A suite with gated facets (yes-or-no properties of answers) has a decision for each facet and one for its score. The
+    decision on the score is printed only if it is a FAIL.
     """
     sides, gated = findings.comparison, findings.verdict.gated
     facet_suites = {suite_of(d.suite) for d in gated if d.suite in sides.facets}

@@ -93,10 +93,10 @@ _NO_FACETS: Mapping[str, bool | None] = {}
 
 
 def parse_block(raw: bytes) -> dict[str, Sequence[Any]] | None:
-    """Return the records on these lines as one column per field, or None if a line is left to the strict reader.
+    """Return the records on these lines as one column per field; None if the strict reader must read them.
 
-    Number fields are arrays, NaN for None. The columns ``facets``, ``spans`` and ``survival`` are tables themselves: a
-    list of numbers for every name that occurs.
+    Number fields are arrays, with NaN for None. The columns ``facets``, ``spans`` and ``survival`` are tables
+    themselves: a list of numbers for every name that occurs.
     """
     lines = raw.split(b"\n")
     if not lines[-1]:  # after the last newline

@@ -1,4 +1,4 @@
-"""From a run folder to its records as a DataFrame, its spec, provenance and telemetry. Every file is checked.
+"""Read a run folder: its records as a DataFrame, its spec, provenance and telemetry. Every file is checked.
 
 A finished unit whose bytes do not match its seal is an error. An unreadable line is reported, counted and skipped;
 ``run_reasons`` decides whether that matters. Other files that may lie in the same folder:
@@ -91,7 +91,10 @@ class RunData:
 
     @cached_property
     def floor(self) -> RepeatedAnswers:
-        """The answers of engines to requests asked a second time; raises DataError for files that do not fit."""
+        """The answers of engines to requests asked a second time.
+
+        Raises DataError for files that do not fit the run's records.
+        """
         return read_floor(self.run, self.records)
 
     def records_at(self, places: Iterable[tuple[str, int]]) -> Iterator[tuple[tuple[str, int], Record]]:
@@ -155,7 +158,10 @@ def problem_lines(data: RunData) -> Iterator[str]:
 
 
 def _load_spec(path: Path, provenance: Mapping[str, Any]) -> RunSpec:
-    """Return the spec; raises DataError if it changed after the run began, since margins must be declared before."""
+    """Return the spec; raises DataError if it changed after the run began.
+
+    Margins must be declared before the run.
+    """
     _check_exists(path)
     text = read_text(path, "spec")
     _check_spec(path, "spec_file_sha256", hashlib.sha256(text.encode()).hexdigest(), provenance)
@@ -195,9 +201,10 @@ def _read_unit(unit: Path, columns: Columns, problems: list[Problem]) -> str:
 
 
 def check_seal(unit: Path, digest: str) -> dict[str, Any] | None:
-    """Return the seal of a record file, which is written beside it when the file is finished; None without one.
+    """Return the seal of a record file, None if it has none.
 
-    Raises DataError if the seal has another sha256 than ``digest``.
+    The seal is a file beside it that is written when the record file is finished. Raises DataError if the seal has
+    another sha256 than ``digest``.
     """
     if not seal_path(unit).is_file():
         return None
@@ -274,7 +281,7 @@ def _step(row: Mapping[str, Any]) -> int:
 def read_evidence(run: Path) -> Evidence:
     """Return what optional files of a run folder hold: a scan, a vendor's answers and the training recipe.
 
-    Each is None if its file is missing. Raises DataError for another format.
+    Each is None if its file is missing. Raises DataError if a file has another format.
     """
     recipe = read_recipe(run / RECIPE) if (run / RECIPE).exists() else None
     return Evidence(_evidence(run / SCAN), _evidence(run / ANSWERS), recipe)
@@ -309,8 +316,9 @@ _DETERMINED = {"checkpoint": ["arm", "train_seed"], "suite_version": ["suite"], 
 
 @dataclass(frozen=True)
 class RepeatedAnswers:
-    """The answers of engines to requests asked a second time: ``records`` by their order, "again" or "shuffled".
+    """The answers of engines to requests asked a second time.
 
+    ``records`` holds them by the order in which the requests were sent, "again" (the same) or "shuffled".
     ``unfinished`` are record files without a seal, the mark of a finished one.
     """
 
@@ -334,10 +342,11 @@ def read_floor(run: Path, records: pd.DataFrame) -> RepeatedAnswers:
 def _read_units(
     folder: Path, records: pd.DataFrame, problems: list[Problem], unfinished: list[str]
 ) -> pd.DataFrame | None:
-    """Return the records of a folder's finished units, None without any; adds to ``problems`` and ``unfinished``.
+    """Return the records of a folder's finished units; None if it has none.
 
-    A unit is one file of records. Raises DataError if the files changed, or have other checkpoints, suite versions or
-    policies than the run.
+    A unit is one file of records. Unreadable lines are added to ``problems``, the names of unfinished units to
+    ``unfinished``. Raises DataError if the files changed, or have other checkpoints, suite versions or policies than
+    the run.
     """
     columns = Columns()
     for unit in plain_files(folder, "*.jsonl"):

@@ -1,4 +1,4 @@
-"""From record files to one table of answers, and from that to a ``Panel`` per suite: scores by item and checkpoint.
+"""Read record files into one table of answers, and that into a ``Panel`` per suite: scores by item and checkpoint.
 
 Files are read a block of lines at a time, and hashed in the same read. A block of valid records goes through the fast
 reader. Any other block is parsed line by line with ``Record.from_json`` and ``check_record``, which are authoritative.
@@ -93,7 +93,7 @@ class Columns:
     """The rows read so far, with the ``file`` and ``line`` of each.
 
     A column is one array that grows in place: a list of arrays would need twice the memory when they are joined. A
-    column without any value takes no memory until ``frame``.
+    column without any value takes no memory until ``frame`` is called.
     """
 
     def __init__(self) -> None:
@@ -207,9 +207,9 @@ def _fast_columns(raw: bytes) -> dict[str, Sequence[Any]] | None:
 
 
 def _table_values(values: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
-    """Return the columns of the table from the values of each field of the records.
+    """Return the columns of the table, made from the values of each field of the records.
 
-    A field with entries by role, facet or span becomes one column per name. Degenerate answers score 0.
+    A field that has a value for each role, facet or span becomes one column per name. Degenerate answers score 0.
     """
     columns = {name: values[name] for name in (*_FIELDS, ANSWER_HASH)}
     is_degenerate = [outcome == Outcome.DEGENERATE for outcome in values["outcome"]]
@@ -304,10 +304,10 @@ class Panel:
     """The scores [N] of one suite or facet at one length, by checkpoint and policy (a cell); NaN for a missing item.
 
     For a suite's score, ``scores`` and ``floor`` count unscored samples as 0, ``best`` counts them as 1. For a facet,
-    whose scores are 1 for the wanted value, ``scores`` is the mean of the readable samples (NaN without any); ``floor``
-    counts the others as 0, ``best`` as 1. ``readings`` are the scores with every unsure grade counted as 0 and as 1;
-    empty if no judge was unsure. ``unscored_as`` are the scores, also of a facet, with every unscored sample counted
-    as 0 and as 1; empty if all are scored.
+    whose scores are 1 for the wanted value, ``scores`` is the mean of an item's readable samples, NaN if it has none;
+    ``floor`` counts unreadable samples as 0, ``best`` as 1. ``readings`` are the scores with every unsure grade counted
+    as 0, then as 1; empty if no judge was unsure. ``unscored_as`` are the scores, also of a facet, with every unscored
+    sample counted as 0, then as 1; empty if all are scored.
     """
 
     suite: str  # or SUITE.FACET
@@ -396,7 +396,8 @@ def facet_scores(column: pd.Series, facet: str | None) -> Array:
 def _facets(rows: pd.DataFrame) -> Iterator[tuple[str, _Mask, Array, _Mask]]:
     """Yield each facet (yes-or-no property of an answer) that occurs: its name, and three arrays with an entry per row.
 
-    They are: whether the row has the facet, 1 where its value is the wanted one, and whether it could be read.
+    The first array says whether the row has the facet, the third whether the facet could be read. The second is 1 where
+    the facet has its wanted value, else 0.
     """
     for name, column in FACET_COLUMNS.items():
         if column in rows:

@@ -1,7 +1,7 @@
 """The base class of report sections: one file per section, from its computation to its presentation.
 
-Sections are found by walking this package; page, report.md and drift.json print them by ``order``. A section may read
-the verdict but never changes it.
+Sections are found by walking this package; page, report.md and drift.json print them sorted by ``order``. A section may
+read the verdict but never changes it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class Inputs:
 class Section(Generic[V]):
     """One section of the report. ``V`` is the type of the frozen value that it computes, which no other section reads.
 
-    A section with ``gated`` is about gated cells only, and its value is None if there are none. ``keys`` maps the names
-    of its facts in drift.json (``analysis.doses``) to their positions there; facts are written even without a value.
+    If ``gated`` is True, the section is about gated cells only, and its value is None if there are none. ``keys`` maps
+    the name of each of its facts in drift.json (such as ``analysis.doses``) to the position there. Facts are written
+    even if the section has no value.
     """
 
     name: ClassVar[str] = ""  # also the anchor of its heading
@@ -115,7 +116,10 @@ class Section(Generic[V]):
     # lines for other parts of the page
 
     def suggestions(self, value: V, decided: Decided) -> Iterator[str]:
-        """Yield a line for each possible remedy if the verdict is not to ship; ``instead`` is its older name."""
+        """Yield a line for each possible remedy if the verdict is not to ship.
+
+        A section may still define this method by its older name, ``instead``.
+        """
         former = getattr(self, "instead", None)  # accepted for one release
         yield from former(value, decided) if former else ()
 
@@ -124,7 +128,7 @@ class Section(Generic[V]):
         yield from ()
 
     def banner_lines(self, value: V, decided: Decided, head: Decision | None) -> Iterator[str]:
-        """Yield lines for the banner, which quotes the drift of ``head``; ``asides`` is this method's older name."""
+        """Yield lines for the banner, which quotes the drift of ``head``; ``asides`` is the method's older name."""
         former = getattr(self, "asides", None)  # accepted for one release
         yield from former(value, decided, head) if former else ()
 
@@ -165,7 +169,7 @@ class ContrastsSection(Section[tuple[Contrast, ...]]):
 def contrasts_of(decided: Decided, estimand: str, *, gated_only: bool = False) -> list[Contrast]:
     """Return the contrasts (measured differences) of one kind, ``estimand``.
 
-    With ``gated_only`` only those under gated policies are returned; if there are none, all are.
+    With ``gated_only``, only contrasts under gated policies are returned; but if there are none, all are.
     """
     contrasts = [c for c in decided.contrasts if c.estimand == estimand]
     return [c for c in contrasts if gated_only and c.policy in decided.rules.primary] or contrasts

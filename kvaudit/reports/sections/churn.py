@@ -42,9 +42,9 @@ class CellChurn:
 
     Churn is the share of answers that differ. ``losses``, ``gains`` and ``churn`` compare the two answers of one pair
     of seeds; gains - losses is the drift. ``rerun`` is the A/A churn, between two answers of one checkpoint: only churn
-    beyond it is an effect. ``draws`` is the churn between an answer of the candidate and one of the reference of any
-    seeds, ``draws_rerun`` that between any two answers of one arm. ``rerun`` and ``draws_rerun`` are None without a
-    second answer.
+    beyond it is an effect. ``draws`` compares any answer of the candidate with any of the reference, whatever their
+    seeds; ``draws_rerun`` compares any two answers of one arm. ``rerun`` and ``draws_rerun`` are None without a second
+    answer.
     """
 
     cell: CellName
@@ -96,7 +96,7 @@ class ChurnSection(Section[Churns]):
         return f"{percent(min(churns))} to {percent(max(churns))} of the answers changed."
 
     def draw(self, value: Churns, decided: Decided) -> Iterator[Drawing | None]:
-        """Yield a chart of losses (left) and gains (right) by cell, of too many cells only those with most churn."""
+        """Yield a chart of losses (left) and gains (right) by cell; if cells are too many, of those with most churn."""
         cells = value if len(value) <= _MOST_BARS else sorted(value, key=lambda c: -c.churn)[:_MOST_BARS]
         figure = new_figure(7.6, 1.0 + 0.23 * len(cells))
         panel = figure.subplots()

@@ -1,8 +1,9 @@
 """The rate of the desired behaviour by cache budget and by context length, and whether training changed its slope.
 
-A dose is one budget or one length; policies that differ only in their budget are the doses of one curve. The slope is
-the contrast sum_d (x_d - mean x) y_d / sum_d (x_d - mean x)^2 over doses x = log2(budget / length), or log2(length),
-one number per item, with a CR3-t interval over clusters. The slope of a trained arm is compared with the reference's.
+A dose is one budget or one length; policies that differ only in their budget are the doses of one curve. x is
+log2(budget / length) if the doses are budgets, log2(length) if they are lengths. Each item has a slope of its scores y
+over the doses: sum_d (x_d - mean x) y_d / sum_d (x_d - mean x)^2. The curve's slope is the mean over items, with a
+CR3-t interval over clusters. The slope of a trained arm is compared with the reference's.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class DoseCurve:
     """The rate of an arm by the logarithm of the budget or of the length.
 
     ``slope`` is the change of the rate per doubling, ``against_reference`` the candidate's slope minus the reference's;
-    both are None if the cells cannot be compared (``reason``). ``unit`` is what the rates average: items or templates.
+    both are None if the cells cannot be compared (``reason``). ``unit`` says whether the rates average items or
+    templates.
     """
 
     axis: str  # budget | length
@@ -84,7 +86,7 @@ class DoseCurve:
 
 @dataclass(frozen=True)
 class Doses:
-    """All curves of the section, and ``safe_budgets``: the last budgets and lengths at which arms were non-inferior."""
+    """All curves of the section; ``cleared`` holds the last budgets and lengths at which arms were non-inferior."""
 
     curves: tuple[DoseCurve, ...]
     cleared: tuple[SafeBudget, ...]
@@ -99,7 +101,11 @@ class DoseSection(Section[Doses]):
     keys: ClassVar = {"analysis.doses": 31}
 
     def compute(self, inputs: Inputs) -> Doses | None:
-        """Compute a curve for each policy family, suite, length and arm, and over several lengths for each policy."""
+        """Compute the curves over budgets, then those over context lengths; None if there are none.
+
+        Over budgets there is a curve for each policy family, length, suite and arm; over lengths for each policy, suite
+        and arm.
+        """
         drift, tables = inputs.decided.drift, inputs.data.panels
         curves = (*_budget_curves(drift, tables), *_length_curves(drift, tables))
         return Doses(curves, safe_budgets(drift, inputs.decided.rules)) if curves else None
@@ -227,7 +233,7 @@ def _length_curve(drift: Drift, policy: str, arm: str, panels: Sequence[Panel]) 
 def _scores_over_lengths(drift: Drift, panels: Sequence[Panel], policy: str, arm: str) -> tuple[_Scores | None, str]:
     """Return the scores of one arm at several context lengths, or None and the reason why there are none.
 
-    They are by item if all lengths have the same items, else by template.
+    There is a score per item if all lengths have the same items, else one per template.
     """
     parts = []
     for panel in panels:
@@ -261,7 +267,8 @@ def _doses(
 ) -> tuple[Dose, ...]:
     """Return for every dose the rate, its interval (Wilson's at the effective sample size), and its isotonic fit.
 
-    ``amounts`` are budgets or lengths, ``x`` their log2; the fitted rate rises with x if ``increasing``, else it falls.
+    ``amounts`` are the budgets or lengths, and ``x`` are their log2. The fitted rate rises with x if ``increasing``,
+    else it falls.
     """
     fitted = isotonic(x, scores.table.mean(axis=1), increasing=increasing)
     tail = (1 - LEVEL) / 2

@@ -1,6 +1,6 @@
 """The engines that served conditions (policies): settings requested and reported, and how often answers vary by chance.
 
-The latter is the A/A floor: how often an engine changes its own answer when asked again.
+How often they vary by chance is the A/A floor: how often an engine changes its own answer when it is asked again.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ _TURNS = {  # ``Record.turns_read`` -> how conversations of several turns were r
 class Engines:
     """The policies that engines served, each engine's report of its settings, and how it read several turns.
 
-    ``conditions`` and the keys of both mappings are policies. ``turns`` also has those that kvaudit's own cache served;
-    its values are codes of ``Record.turns_read`` (how conversations of several turns were read).
+    ``conditions`` and the keys of both mappings are policies. The values of ``turns`` are codes of
+    ``Record.turns_read`` (how conversations of several turns were read); it has policies of kvaudit's own cache as
+    well.
     """
 
     conditions: tuple[str, ...]
@@ -173,7 +174,7 @@ class FloorSection(Section[Units]):
         yield from (f"{FLOOR_FOLDER}/{name}: not finished (no seal); resume the run" for name in floor.unfinished)
 
     def tables(self, value: Units, decided: Decided) -> Iterator[Table]:
-        """Yield a table of how often texts were equal when asked again, and of each metric in which an answer changed.
+        """Yield a table of the second answers: how many have the same text, and each metric in which an answer changed.
 
         It has a row for each unit (checkpoint, policy, suite, length) and way of asking again (same or another order).
         """

@@ -49,7 +49,7 @@ class ExamplesSection(Section[tuple[Example, ...]]):
 
 
 class LostItem(NamedTuple):
-    """An item that one gated cell lost: how much, where both answers are, and whether a grade is doubtful."""
+    """An item that one gated cell lost: how much it lost, where both answers are, and whether a grade is doubtful."""
 
     decision: Decision
     item: str
@@ -60,10 +60,10 @@ class LostItem(NamedTuple):
 
 
 def largest_losses(data: RunData, drift: Drift, verdict: Verdict) -> tuple[Example, ...]:
-    """Return up to ``AT_MOST`` examples of lost items, from the cell with the lowest drift on.
+    """Return up to ``AT_MOST`` examples of lost items; those of the cell with the lowest drift come first.
 
-    Each cell gives the largest losses of ``PER_CELL`` templates; an undecided one up to ``_DOUBTFUL`` more, whose
-    grades are unsure.
+    Each cell gives the largest losses of ``PER_CELL`` templates. An undecided cell gives up to ``_DOUBTFUL`` further
+    losses, in which the judge was unsure of a grade.
     """
     gated = [d for d in verdict.decisions if has_two_sides(d) and d.effect and d.effect.losses > 0]
     gated.sort(key=lambda d: d.effect.estimate if d.effect else 0.0)
@@ -120,9 +120,10 @@ def _largest_of_cell(
 
 
 def record_of(data: RunData, loss: LostItem, cell: CellKey, facets: Container[str]) -> pd.Series:
-    """Return the record of a lost item on one side: of several samples the candidate's worst, the reference's best.
+    """Return the record of a lost item on one side, which ``cell`` names (checkpoint and policy).
 
-    ``cell`` is the side (checkpoint and policy), ``facets`` are the metrics that are facets.
+    Of several samples it is the worst of the candidate, or the best of the reference. ``facets`` holds the names of
+    those metrics that are facets.
     """
     records, suite, facet = data.records, loss.decision.suite, None
     if suite in facets:

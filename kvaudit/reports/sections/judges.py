@@ -41,7 +41,10 @@ class SecondJudge:
     card: tuple[tuple[str, ...], ...]
 
     def kappa_of(self, suite: str) -> Kappa | None:
-        """Return Cohen's kappa of both judges on which answers of a suite are desired; None without answers."""
+        """Return Cohen's kappa of the earlier and the second judge on which answers of a suite are desired.
+
+        It is None if no answer was graded by both.
+        """
         counts = self.agreement[suite]
         if not sum(counts):
             return None
@@ -50,7 +53,10 @@ class SecondJudge:
 
 
 def second_judge(provenance: Mapping[str, Any]) -> SecondJudge | None:
-    """Return the second judge from a run's provenance; None for a run not judged again, DataError if malformed."""
+    """Return the second judge from a run's provenance; None if the run was not judged again.
+
+    Raises DataError if the entry in provenance is malformed.
+    """
     entry = provenance.get(JUDGED)
     judge = entry.get("judge") if isinstance(entry, Mapping) else None
     if not isinstance(entry, Mapping) or judge is None:
@@ -273,7 +279,7 @@ def errors_table(cells: LabelledCells) -> Table:
 
 
 def panel_notes(cells: LabelledCells, result: Drift) -> tuple[str, ...]:
-    """Return notes on the two tables about human labels: that of labelled cells, and that of the judge's errors.
+    """Return notes on the two tables about human labels: the labelled cells, and the judge's errors.
 
     Among them is a note on cells that cannot pass by the judge's labels alone.
     """

@@ -1,7 +1,7 @@
 """The interim tests (looks) of a run that asks in rounds: for each the rows asked before it, and its result.
 
-Also the figures of every source of rows: a suite may draw its rows from several published data sets. The decision pools
-all sources; the figures by source decide nothing.
+The section also shows the figures of every source of rows, since a suite may draw its rows from several published data
+sets. The decision pools all sources; the figures by source decide nothing.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from kvaudit.reports.verdict.verdict import Decided
 
 @dataclass(frozen=True)
 class Look:
-    """One test between rounds: the rows asked of each suite so far, the result of each gated metric in a word.
+    """One test between rounds: the number of rows asked of each suite so far, and the result of each gated metric.
 
-    ``seconds`` is the time since the last look.
+    A result is one word. ``seconds`` is the time since the last look.
     """
 
     items: dict[str, int]

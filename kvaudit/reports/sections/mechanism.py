@@ -1,10 +1,10 @@
 """Whether behaviour is lost where its span is lost: changed answers by the share of the span that the cache still held.
 
-An item's span is the part of its prompt that decides it, such as a rule. A flip is an answer of one checkpoint under a
-policy minus its own uncompressed answer, by item and training seed, if both could be read. A span counts as lost if
-less than half of its entries (over tokens, layers and KV heads) were held when the last answer began; the regression
-uses the share itself. All of this is association, since other entries are lost along with a span: only an intervention
-could show a cause.
+An item's span is the part of its prompt that decides it, such as a rule. A flip compares one checkpoint's answer under
+a policy with its own uncompressed answer to the same item: the difference of their scores, if both could be read. A
+span counts as lost if less than half of its entries (over tokens, layers and KV heads) were held when the last answer
+began; the regression uses the share itself. All of this is association, since other entries are lost along with a span:
+only an intervention could show a cause.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ _Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Group:
-    """The answers whose span was lost, or was kept: how often they are as wanted.
+    """The answers whose span was lost, or those whose span was kept: how often they are as wanted.
 
     ``uncompressed`` is the rate of the same items without compression. ``unread`` is the share of all answers that
-    could not be read on a side; if it differs between two groups, their rates count differently selected answers.
+    could not be read, with or without compression. If it differs between two groups, their rates count differently
+    selected answers.
     """
 
     answers: int
@@ -81,7 +82,7 @@ class SpanRates:
     """The drift of one facet in one cell where a span of the prompt was evicted, and where it was kept.
 
     ``difference`` is evicted minus kept, None if the span did not vary enough (``reason``). ``share`` is None if no
-    drift is shown. ``unknown`` answers have no such span on record.
+    drift is shown. ``unknown`` counts the answers whose record does not have the span.
     """
 
     arm: str
@@ -175,7 +176,7 @@ class _Cell:
     answers: pd.DataFrame
 
     def rows_of(self, span: str) -> _Rows | None:
-        """Return the readable answers whose prompt has a ``span``, such as "rule"; None without any."""
+        """Return the readable answers whose prompt has a ``span``, such as "rule"; None if there are none."""
         column = SPAN_COLUMNS[span]
         if column not in self.answers:
             return None
@@ -187,7 +188,7 @@ class _Cell:
         return _Rows(1 - share, rate, dense, clusters, placement)
 
     def unread(self, span: str, *, lost: bool) -> float:
-        """Return the share of unreadable answers among those whose span was lost, or (``lost`` False) was kept."""
+        """Return the share of unreadable answers among those whose span was lost; with ``lost`` False, was kept."""
         share = self.answers[SPAN_COLUMNS[span]]
         group = share.notna() & ((1 - share > LOST_BELOW) == lost)
         return float((~self._read[group]).mean()) if group.any() else 0.0
@@ -218,7 +219,8 @@ def _cells(drift: Drift, tables: Panels, survival: Survival, metric: str, arm: s
 def _answers(panel: Panel, survival: Survival, suite: str, cell: CellKey, plain: str) -> pd.DataFrame | None:
     """Return one seed's answers, a row per item, with the share of each span's entries that the cache still held.
 
-    None if there are no records under the cell's policy, or none under ``plain``, the uncompressed one.
+    ``plain`` is the uncompressed policy. The result is None if there are no records under it or under the cell's
+    policy.
     """
     dense = cell._replace(policy=plain)
     spans = survival.get((cell.arm, cell.policy, suite, panel.context_tokens, cell.seed))
@@ -254,8 +256,8 @@ def _rates(cell: _Cell, span: str, rows: _Rows) -> SpanRates:
 def _group(panel: Panel, rows: _Rows, mask: _Mask, unread: float) -> Group | None:
     """Summarise the answers that ``mask`` selects: how often the wanted outcome occurs, with and without compression.
 
-    The rate has no interval if the answers come from too few templates (groups of similar items).
-    ``unread`` is passed on to the result: the share of answers that could not be read. None if ``mask`` selects none.
+    ``unread``, the share of answers that could not be read, is passed on to the result. The rate has no interval if the
+    answers come from too few templates. The result is None if ``mask`` selects no answers.
     """
     clusters, rate = rows.clusters[mask], rows.rate[mask]
     templates = len(np.unique(clusters))

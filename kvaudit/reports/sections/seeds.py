@@ -31,8 +31,8 @@ _MOST_ROWS = 40  # of the figure
 class SeedSpread:
     """The drift of a gated cell, separately for each pair of training seeds.
 
-    ``sd`` is the standard deviation of these drifts that remains when the noise of their items is subtracted, with its
-    95 % interval, which is wide for few seeds; None below three.
+    ``sd`` is the standard deviation of these drifts that remains when the noise of their items is subtracted. ``low,
+    high`` is its 95 % interval, which is wide for few seeds. All three are None below three seeds.
     """
 
     cell: CellName
@@ -59,7 +59,7 @@ class SeedsSection(Section[Spreads]):
         return tuple(_seed_spreads(inputs.decided)) or None
 
     def passage(self, value: Spreads, decided: Decided) -> Passage:
-        """Return an empty passage if nothing was trained."""
+        """Return the section's passage; it is empty if nothing was trained."""
         if decided.comparison.mode != "training":
             return Passage(self.name, self.title, self.explain)
         return super().passage(value, decided)

@@ -30,7 +30,7 @@ _MOST_ARMS = 3  # arms named in the line about alarms
 
 @dataclass(frozen=True)
 class Curve:
-    """The training log of one arm: for every quantity, its mean, lowest and highest value over the seeds by step."""
+    """The training log of one arm: by step, the mean, lowest and highest value of every quantity over the seeds."""
 
     arm: str
     seeds: tuple[int, ...]
@@ -189,7 +189,7 @@ class TrainingSection(Section[Curves]):
 
 
 def _active_alarms(curve: Curve) -> Iterator[tuple[Bound, float]]:
-    """Yield every alarm that an arm raised in training: its bound, and the share of training steps beyond it."""
+    """Yield every alarm that an arm raised in training: the bound, and the share of training steps beyond it."""
     for bound in ALARMS.values():
         share = curve.mean.get(alarm_key(bound.name), 0.0)
         if share > 0:

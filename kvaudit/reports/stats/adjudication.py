@@ -3,10 +3,10 @@
 A pair is the reference's and the candidate's answer to one request; it is discordant if the judge gave the two answers
 different grades, else concordant. The sample of concordant pairs is spread over the templates, because a judge may miss
 what happens in whole templates. A template's drift is the sum over its discordant pairs, plus the number of its
-concordant pairs times the mean of the labelled ones. Each kind of pairs gives one part of the drift, with an ESS-Tango
-interval (Tango's score interval at the effective sample size, ``tango``). The two intervals are added by MOVER (Zou &
-Donner 2008). A single interval of the sum would be too narrow if all sampled concordant pairs happen to show no
-difference.
+concordant pairs times the mean of those of them that are labelled. The discordant and the concordant pairs each give
+one part of the drift, with an ESS-Tango interval (Tango's score interval at the effective sample size, ``tango``). The
+two intervals are added by MOVER (Zou & Donner 2008). A single interval of the sum would be too narrow if all sampled
+concordant pairs happen to show no difference.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _SUREST = 1 - 1e-12  # highest confidence; smaller p-values are not computed
 class Labelled(NamedTuple):
     """Counts of the pairs of one comparison, or of many at once, by template: every field is [..., C].
 
-    People labelled every pair that the judge graded differently, and ``looked`` of the ``alike`` ones (graded alike).
+    People labelled every pair that the judge graded differently. ``alike`` counts the pairs that it graded alike,
+    ``looked`` those among them that people labelled.
     """
 
     pairs: Array  # all
@@ -42,7 +43,7 @@ class Labelled(NamedTuple):
 
     @property
     def unseen(self) -> npt.NDArray[np.int64]:
-        """The number of templates with concordant pairs of which none is labelled, one number per leading index.
+        """The number of templates with concordant pairs of which none is labelled, for each comparison [...].
 
         Errors that the judge makes in both answers of a pair would go unnoticed there.
         """
@@ -72,10 +73,11 @@ class Labelled(NamedTuple):
 def round_robin(
     rng: np.random.Generator, alike: npt.NDArray[np.bool_], clusters: npt.ArrayLike, size: int
 ) -> npt.NDArray[np.bool_]:
-    """Return a mask [..., N] of ``size`` pairs to label, drawn at random from those ``alike`` [..., N] (graded alike).
+    """Return a mask [..., N] of the pairs to label: ``size`` random ones of those that the judge graded alike.
 
-    They are drawn in turn over ``clusters`` [N]: none gives its second pair before every other gave its first. A larger
-    ``size`` includes the pairs of a smaller one.
+    ``alike`` [..., N] marks the pairs graded alike, ``clusters`` [N] names the template of each pair. The pairs are
+    drawn in rounds: in each round every template gives one pair, as long as it has any left. With the same ``rng``, a
+    larger ``size`` selects all pairs of a smaller one, and more.
     """
     _, codes, counts = np.unique(np.asarray(clusters), return_inverse=True, return_counts=True)
     draws, ties = rng.random((2, *alike.shape))  # each [..., N]
@@ -93,10 +95,10 @@ def round_robin(
 
 
 def labelled_pairs(discordant: npt.ArrayLike, human_z: npt.ArrayLike, clusters: npt.ArrayLike) -> Labelled:
-    """Return the counts by template of labelled and unlabelled pairs [..., N], which lie in ``clusters`` [N].
+    """Return the counts by template of labelled and unlabelled pairs [..., N].
 
-    ``discordant`` marks the pairs that the judge graded differently; ``human_z`` is candidate - reference by human
-    labels, NaN for unlabelled pairs.
+    ``discordant`` marks the pairs that the judge graded differently. ``human_z`` is candidate - reference by human
+    labels, NaN for unlabelled pairs. ``clusters`` [N] names the template of each pair.
     """
     apart, human = np.asarray(discordant, dtype=np.bool_), np.asarray(human_z, dtype=np.float64)
     assert apart.shape == human.shape, (apart.shape, human.shape)
@@ -119,10 +121,10 @@ def labelled_pairs(discordant: npt.ArrayLike, human_z: npt.ArrayLike, clusters: 
 
 
 def label_weights(discordant: npt.ArrayLike, human_z: npt.ArrayLike, clusters: npt.ArrayLike) -> Array:
-    """Return the number of pairs [N] that each pair stands for.
+    """Return, for each of N pairs, the number of pairs that it stands for [N].
 
     A discordant pair stands for itself, a labelled concordant pair for an equal share of the concordant pairs of its
-    template, an unlabelled pair for none.
+    template, an unlabelled concordant pair for none. Templates without a label are represented by the others.
     """
     apart, seen = np.asarray(discordant, dtype=np.bool_), ~np.isnan(np.asarray(human_z, dtype=np.float64))
     x = labelled_pairs(discordant, human_z, clusters)
@@ -136,10 +138,11 @@ def label_weights(discordant: npt.ArrayLike, human_z: npt.ArrayLike, clusters: n
 def adjudicated(
     discordant: npt.ArrayLike, human_z: npt.ArrayLike, clusters: npt.ArrayLike, *, alpha: float = 0.05
 ) -> Effect:
-    """Return the drift of N pairs of which all judge-discordant ones and a sample of the concordant ones are labelled.
+    """Return the drift of N pairs by human labels of all discordant pairs and of a sample of the concordant ones.
 
-    ``discordant`` [N] marks pairs that the judge graded differently, ``human_z`` [N] is candidate - reference in human
-    labels (-1, 0, 1; NaN for unlabelled pairs), ``clusters`` [N]. A pair is an item, or one sample of an item.
+    ``discordant`` [N] marks the pairs that the judge graded differently. ``human_z`` [N] is candidate - reference in
+    human labels (-1, 0, 1; NaN for unlabelled pairs). ``clusters`` [N] names the template of each pair. A pair is an
+    item, or one sample of an item.
     """
     x = labelled_pairs(discordant, human_z, clusters)
     # the printed interval, and the bounds of the gate
@@ -170,8 +173,8 @@ def adjudicated(
 class _Part(NamedTuple):
     """One of the two parts of the drift: from the pairs that the judge graded differently, or from those graded alike.
 
-    It holds the summed losses and gains [...] of ``items`` pairs, their design effect, and ``df``, the degrees of
-    freedom of the t quantile of its bounds.
+    It holds the summed losses and gains [...] of ``items`` pairs and their design effect. ``df`` are the degrees of
+    freedom of the t quantile with which its bounds are computed.
     """
 
     losses: Array
@@ -240,7 +243,7 @@ def adjudicated_bounds(x: Labelled, *, confidence: float) -> SumBounds:
 
 
 def _drop_pvalue(labelled: Labelled) -> float:
-    """Return the one-sided p-value of a drop: the level at which a bound of the drift reaches 0."""
+    """Return the one-sided p-value of a drop, from the level at which a bound of the drift reaches 0."""
     from scipy import optimize  # slow to import, and few reports need it
 
     estimate = float(adjudicated_bounds(labelled, confidence=0.75).estimate)  # the same at any level

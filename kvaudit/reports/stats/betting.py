@@ -1,15 +1,16 @@
 """A paired difference that is tested while rows still come in: its bounds hold at every look (interim test).
 
-Part of the level goes to a betting test. For a claim "the mean is above M" it bets on every cluster mean d in [-1, 1]:
-if the mean is at most M, the wealth prod (1 + b (d - M)) has an expectation of at most 1 for each fixed bet b in
-(0, 1 / (1 + M)), and so has any mixture of such wealths. By Ville's inequality it ever exceeds 1 / level with a
-probability of at most ``level``, so the largest M whose wealth does is a lower bound at all times (Waudby-Smith &
-Ramdas 2024, JRSS B 86:1). The mixture is fixed, so the wealth does not depend on the order of the differences.
+Part of the level goes to a betting test. For a claim "the mean is above M" it bets on every cluster mean d in [-1, 1].
+If the mean is at most M, the wealth prod (1 + b (d - M)) has an expectation of at most 1 for each fixed bet b between 0
+and 1 / (1 + M), and so has any mixture of such wealths. By Ville's inequality the wealth ever exceeds 1 / level with a
+probability of at most ``level``. So the largest M at which it exceeds 1 / level is a lower bound of the mean at all
+times (Waudby-Smith & Ramdas 2024, JRSS B 86:1). The mixture is fixed, so the wealth does not depend on the order of the
+differences.
 
 The rest goes to one fixed-sample test at the last look, whose rows are planned before it: the bounds of ESS-Tango
 (Tango's score interval at the effective sample size), and for a PASS the template rule (``rule``). Both parts together
-keep the level by the union bound; the last look decides many cells that the bets alone leave open (row 16
-of ``bench.calibration``).
+keep the level by the union bound; the last look decides many cells that the bets alone leave open (row 16 of
+``bench.calibration``).
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ _STEPS = 30  # bisection steps: exact to a millionth of a percentage point
 
 
 def log_wealth(means: npt.ArrayLike, null: float) -> float:
-    """Return the log wealth that bets against "the mean is at most ``null``" win on cluster means [C] in [-1, 1]."""
+    """Return the log of the wealth that bets win on cluster means [C] in [-1, 1].
+
+    They are bets against the claim that the mean is at most ``null``.
+    """
     values, counts = np.unique(np.asarray(means, dtype=np.float64), return_counts=True)
     bets = _BETS / (1 + null)
     logs = np.log1p(np.outer(bets, values - null)) @ counts + np.log(_WEIGHTS)
@@ -127,7 +131,10 @@ def _fixed_sample(means: Array, level: float) -> Effect:
 
 
 def _pvalue(means: Array, *, is_last: bool) -> float:
-    """Return the one-sided p-value against "the mean is at most 0": the smaller of the bets' and of the last look's."""
+    """Return the one-sided p-value against "the mean is at most 0".
+
+    It is the p-value of the bets; at the last look that of the fixed-sample test, if it is smaller.
+    """
     pvalue = float(np.exp(min(0.0, -log_wealth(means, 0.0)))) / SHARE
     if is_last:
         pvalue = min(pvalue, (1 - _fixed_sample(means, LEVEL).pvalue_drop) / (1 - SHARE))

@@ -50,7 +50,10 @@ class ManyTotals(NamedTuple):
 
 
 def totals(z: npt.ArrayLike, clusters: npt.ArrayLike) -> Totals:
-    """Return cluster totals of item differences z [N] with labels [N]; needs two clusters and finite values."""
+    """Return cluster totals of item differences z [N], where ``clusters`` [N] names the cluster of each item.
+
+    There must be two clusters or more, and all values must be finite.
+    """
     values = np.asarray(z, dtype=np.float64)
     _, codes = np.unique(np.asarray(clusters), return_inverse=True)  # [N], the cluster of every item
     assert values.ndim == 1, values.shape
@@ -65,7 +68,10 @@ def totals(z: npt.ArrayLike, clusters: npt.ArrayLike) -> Totals:
 
 
 def many_totals(z: npt.NDArray[np.floating], counts: npt.ArrayLike) -> ManyTotals:
-    """Return cluster totals of samples z [..., N] with items in order of cluster, ``counts`` [C] items in each."""
+    """Return cluster totals of many samples z [..., N], whose items are in order of cluster.
+
+    ``counts`` [C] are the numbers of items in the clusters.
+    """
     sizes = np.asarray(counts, dtype=np.int64)
     assert z.shape[-1] == sizes.sum(), (z.shape, int(sizes.sum()))
     assert len(sizes) >= 2, "inference needs two clusters"
@@ -78,7 +84,10 @@ def many_totals(z: npt.NDArray[np.floating], counts: npt.ArrayLike) -> ManyTotal
 
 
 def cr3_variance(residuals: Array, counts: Array) -> Array:
-    """Return CR3 variances [...] of item means from residuals [..., C] and cluster sizes [C], some perhaps 0."""
+    """Return CR3 variances [...] of item means, from residuals summed by cluster [..., C].
+
+    ``counts`` [C] are the numbers of items in the clusters; a cluster may have none.
+    """
     clusters = np.count_nonzero(counts, axis=-1)
     others = counts.sum(axis=-1, keepdims=True) - counts  # without a cluster the mean moves by e_c / (N - n_c)
     variance: Array = (clusters - 1) / clusters * np.sum((residuals / others) ** 2, axis=-1)
@@ -88,7 +97,7 @@ def cr3_variance(residuals: Array, counts: Array) -> Array:
 def cr3(t: Totals) -> float:
     """Return the CR3 (cluster jackknife) variance of the item mean: (C-1)/C * sum (e_c / (N - n_c))^2.
 
-    e_c is the summed residual of cluster c, n_c the number of its items; N items, C clusters.
+    There are N items in C clusters; cluster c has n_c items, and e_c is the sum of their residuals.
     """
     return float(cr3_variance(t.residuals, t.counts))
 
@@ -136,7 +145,10 @@ def t_effect(t: Totals, variance: float, *, df: float, alpha: float, method: str
 
 
 def t_bounds(mean: npt.ArrayLike, variance: npt.ArrayLike, df: npt.ArrayLike, *, alpha: float) -> Bounds:
-    """Return t intervals and p-values of means [...] with variances [...] and degrees of freedom [...]."""
+    """Return t intervals and p-values of means [...] with variances [...] and degrees of freedom [...].
+
+    The one-sided bounds are at ``alpha``, the two-sided interval is at 95 %.
+    """
     center: Array = np.asarray(mean, dtype=np.float64)
     error: Array = np.sqrt(np.asarray(variance, dtype=np.float64))
     # the printed interval, and the bounds of the gate
@@ -147,7 +159,7 @@ def t_bounds(mean: npt.ArrayLike, variance: npt.ArrayLike, df: npt.ArrayLike, *,
 
 
 def _drop_pvalues(mean: Array, error: Array, df: npt.ArrayLike) -> Array:
-    """Return P(T <= mean/error), T with ``df`` degrees of freedom; for an error of 0 it is 0, 1/2 or 1."""
+    """Return P(T <= mean/error) for a t-distributed T with ``df`` degrees of freedom; 0, 1/2 or 1 for an error of 0."""
     spread = error > 0
     without = np.where(mean == 0, 0.5, (mean > 0).astype(np.float64))
     ratio = mean / np.where(spread, error, 1.0)

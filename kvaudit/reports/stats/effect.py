@@ -1,8 +1,8 @@
 """The interface of a statistic: a ``Statistic`` is declared in the file of its function, where the tests find it.
 
-A statistic is a function of paired item differences and their clusters that returns a frozen result with an estimate, a
-p-value and the names of its method and source (an ``Effect`` if the gate uses it). A file of this folder that declares
-none says so in its docstring, after "No statistic:", with what it has instead.
+A statistic is a function of paired item differences and their clusters. It returns a frozen result with an estimate, a
+p-value and the names of its method and source (an ``Effect`` if the gate uses it). If a file of this folder declares no
+statistic, its docstring has a line "No statistic:" that says what the file has instead.
 No statistic: the interface alone.
 """
 
@@ -38,8 +38,9 @@ class Effect:
     """A mean paired difference with its uncertainty, in score units (0.05 = 5 pp).
 
     ``low, high`` is the two-sided 95 % interval; ``lower, upper`` are the one-sided bounds at ``alpha`` that the gate
-    reads. ``pvalue`` is two-sided against 0, ``pvalue_drop`` one-sided for "the mean is below 0". ``losses`` and
-    ``gains`` are the summed negative and positive item differences; ``deff`` the design effect of the clusters.
+    reads. ``pvalue`` is two-sided against 0, ``pvalue_drop`` is one-sided for "the mean is below 0". ``losses`` is the
+    size of the sum of all negative item differences, ``gains`` the sum of all positive ones. ``deff`` is the design
+    effect of the clusters.
     """
 
     estimate: float
@@ -64,7 +65,7 @@ Array = npt.NDArray[np.float64]
 
 
 class Result(Protocol):
-    """The interface of a statistic's result; one with an interval also has ``low`` and ``high``."""
+    """The interface of a statistic's result; a result with an interval also has ``low`` and ``high``."""
 
     @property
     def estimate(self) -> float:

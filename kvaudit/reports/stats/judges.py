@@ -1,9 +1,10 @@
 """A judge compared with human labels: agreement, error rates, and the drift that its errors can cause.
 
 Agreement is Cohen's kappa (Cohen 1960; large-sample variance of Fleiss, Cohen & Everitt 1969, Psychological Bulletin
-72:323). A judge with equal errors in both arms only shrinks a drift; unequal errors move it by up to
-rate*|gap in sensitivity| + (1-rate)*|gap in specificity| (Rogan & Gladen 1978). ``adjudication`` corrects both. Error
-rates have exact intervals (Clopper & Pearson 1934, Biometrika 26:404, by quantiles of the beta distribution).
+72:323). A judge with equal errors in both arms only shrinks a drift. Unequal errors move it by up to rate*|gap in
+sensitivity| + (1-rate)*|gap in specificity|, where rate is the true rate of desired answers (Rogan & Gladen 1978).
+``adjudication`` corrects both. Error rates have exact intervals (Clopper & Pearson 1934, Biometrika 26:404, by
+quantiles of the beta distribution).
 No statistic: error rates of a judge, and the interval of one unpaired share.
 """
 
@@ -108,7 +109,10 @@ def _error(table: npt.NDArray[np.float64], estimate: float, chance: float, n: in
 
 @dataclass(frozen=True, slots=True)
 class JudgeError:
-    """The errors of a judge on one arm's answers: sensitivity, specificity, and their sum - 1 with its lower limit."""
+    """The errors of a judge on one arm's answers: its sensitivity and its specificity.
+
+    ``informedness`` is sensitivity + specificity - 1 (Youden's J), ``informedness_low`` its lower limit.
+    """
 
     sensitivity: Proportion
     specificity: Proportion
@@ -122,8 +126,8 @@ class JudgeError:
 class DifferentialBias:
     """The largest drift that unequal errors of the judge in the two arms could cause, in score units.
 
-    ``bound`` follows from the estimated error rates (None if an arm lacks labels of a kind, 0 or 1); ``upper`` is its
-    upper confidence limit. The gaps are those of sensitivity and specificity, candidate - reference.
+    ``bound`` follows from the estimated error rates; it is None if an arm lacks human labels of 0 or of 1. ``upper`` is
+    its upper confidence limit. The gaps are those of sensitivity and specificity, candidate - reference.
     """
 
     bound: float | None
@@ -137,9 +141,9 @@ class DifferentialBias:
 def judge_error(judged: npt.ArrayLike, human: npt.ArrayLike, weights: npt.ArrayLike | None = None) -> JudgeError:
     """Return the error rates of one arm from the judge's and the human's 0/1 labels [n] of the same transcripts.
 
-    ``weights`` [n] are the numbers of transcripts that each labelled one represents. The intervals are for an effective
-    number of labels, in which each label counts as its weight divided by the largest weight (Korn & Graubard 1998, at a
-    smaller effective size).
+    ``weights`` [n] are the numbers of transcripts that each labelled one represents. The intervals are computed for an
+    effective number of labels: each label counts as its weight divided by the largest weight. The idea is that of Korn
+    & Graubard 1998, whose effective number is larger.
     """
     label, truth = np.asarray(judged), np.asarray(human)
     share = np.ones(len(label)) if weights is None else np.asarray(weights, dtype=np.float64)
@@ -196,5 +200,8 @@ def _gap(reference: Proportion, candidate: Proportion) -> WeightedEstimate:
 
 
 def _absolute(weight: float, gap: WeightedEstimate) -> WeightedEstimate:
-    """Return |gap|, weighted, as one part of a MOVER sum; its interval begins at 0 if that of the gap includes 0."""
+    """Return |gap| with its ``weight``, as one part of a MOVER sum.
+
+    If the interval of the gap includes 0, that of |gap| begins at 0.
+    """
     return WeightedEstimate(weight, abs(gap.estimate), max(0.0, gap.low, -gap.high), max(abs(gap.low), abs(gap.high)))

@@ -1,7 +1,7 @@
 """MOVER (method of variance estimates recovery): an interval for a weighted sum of independent estimates.
 
-It is made from their own intervals (Zou & Donner 2008, Statistics in Medicine 27:1693): each bound follows from the
-distances between the estimates and the bounds of the parts, so skewed parts keep their skew.
+The interval is made from those of the single estimates (Zou & Donner 2008, Statistics in Medicine 27:1693): each bound
+follows from the distances between the estimates and their own bounds, so skewed parts keep their skew.
 No statistic: a way to add intervals.
 """
 
@@ -58,7 +58,7 @@ def mover_bounds(
 ) -> SumBounds:
     """Return many weighted sums with their bounds; each sum is over P independent estimates.
 
-    The arguments are those of the parts and broadcast to [..., P]; ``lows`` and ``highs`` are the estimates' own
+    The arguments broadcast to [..., P] and describe the estimates; ``lows`` and ``highs`` are the estimates' own
     bounds.
     """
     w, point, low, high = np.broadcast_arrays(

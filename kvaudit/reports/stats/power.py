@@ -4,9 +4,10 @@ Miller 2024, arXiv:2411.00640 (variance of a paired difference), times the desig
 
     detectable = (t_{1-alpha} + t_{power}) * error, where error = sqrt(variance * deff / items).
 
-``df`` are clusters - 1. The chance of a PASS is simulated (``verdict.chance``).
-No statistic: formulas for planning, without data, and churn, the share of answers that changed: a drift near zero may
-be many losses and as many gains (McNemar 1947).
+The t quantiles have C - 1 degrees of freedom (``df``) for C clusters. The chance of a PASS is simulated
+(``verdict.chance``). The file also computes churn, the share of answers that changed: a drift near zero may be many
+losses and as many gains (McNemar 1947).
+No statistic: formulas for planning, without data, and churn.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def minimal_detectable(error: float, *, df: float, alpha: float, power: float) -
 class Flips:
     """The shares of answers that changed for the worse (lost) and for the better (won); won - lost is the drift.
 
-    ``rerun`` is the A/A churn, the disagreement of two answers of the same checkpoint (mean of both sides): only churn
-    beyond it is an effect. None with a single sample.
+    ``rerun`` is the A/A churn, how often two answers of one checkpoint differ (mean of both sides): only churn beyond
+    it is an effect. It is None if there is only one sample.
     """
 
     lost: float

@@ -1,12 +1,13 @@
 """The ratio of two paired rates in clusters, with an interval that is valid at zero counts.
 
 Tang, Tang & Chan 2003, Statistics in Medicine 22:1217 (score interval of a paired ratio; the statistic is that of Nam &
-Blackwelder 2002, 21:689). The ratio is theta if the events of one side minus theta times those of the other have mean
-0. That is a difference, so clusters are treated as in ``tango``: at every theta the sample and its counts are divided
-by the design effect of this difference (CR3 over the variance of independent items), and the quantile is t with C - 1.
-The combination is this project's, chosen by simulation against Fieller's interval with CR3, the log ratio with a t
-quantile, the cluster bootstrap, and the score at one design effect for all theta (docs/results/gate.md). Without events
-of the reference the ratio has no upper end; without any events it has no lower end either.
+Blackwelder 2002, 21:689). The ratio is theta if the difference "events of one side minus theta times events of the
+other side" has a mean of 0. Clusters are treated as in ``tango``: at every theta the sample and its counts are divided
+by the design effect of this difference (CR3 over the variance of independent items), and the t quantile has C - 1
+degrees of freedom. The combination is this project's own. It was chosen by simulation against Fieller's interval with
+CR3, the log ratio with a t quantile, the cluster bootstrap, and the score with the same design effect at every theta
+(docs/results/gate.md). If the reference has no events, the ratio has no upper end; if neither side has any, it has no
+lower end either.
 No statistic: it takes both sides, not their difference.
 """
 
@@ -31,11 +32,12 @@ _STEPS = 60  # bisection steps on the logarithm
 
 
 class Events(NamedTuple):
-    """How often an event happened on paired items: summed [...], and by cluster [..., C] of ``counts`` [C] items.
+    """How often an event happened on paired items, in total [...] and by cluster [..., C].
 
-    ``both`` counts items on which it happened with reference and candidate, ``before`` with the reference only,
-    ``after`` with the candidate only (fractions for items averaged over draws). ``reference`` and ``candidate`` are the
-    totals of either by cluster. ``floor`` [...] is the least design effect to assume (``tango.deff_floors``).
+    ``both`` counts the items on which it happened with reference and candidate, ``before`` with the reference only,
+    ``after`` with the candidate only; an item that averages several draws counts as a fraction. ``reference`` and
+    ``candidate`` are the totals of each side by cluster, ``counts`` [C] the items of each cluster. ``floor`` [...] is
+    the least design effect to assume (``tango.deff_floors``).
     """
 
     both: Array
@@ -51,7 +53,7 @@ class Events(NamedTuple):
 class Times:
     """The ratio of two rates of an event: two-sided 95 % interval and one-sided bounds at ``alpha``.
 
-    ``estimate`` is None without an event of the reference; a missing upper end is infinite.
+    ``estimate`` is None if the event never happened with the reference; an upper end that does not exist is infinite.
     """
 
     estimate: float | None
@@ -80,9 +82,9 @@ def events_of(reference: Array, candidate: Array, counts: npt.NDArray[np.int64],
 def tang_scores(both: Array, before: Array, after: Array, n: Array | float, theta: Array | float) -> Array:
     """Return score statistics [...] of H0: candidate = theta * reference; positive if the data lie above theta.
 
-    Of ``n`` items, ``both`` have the event on both sides, ``before`` with the reference only, ``after`` with the
-    candidate only. The discordant share under H0 is its maximum likelihood value, the larger root of a quadratic. At
-    theta = 1 the statistic is McNemar's.
+    ``n`` is the number of items. ``both`` of them have the event on both sides, ``before`` with the reference only,
+    ``after`` with the candidate only. The discordant share under H0 is its maximum likelihood value, the larger root of
+    a quadratic. At theta = 1 the statistic is McNemar's.
     """
     # a p^2 + b p + c = 0, where p is the share of events of the reference only
     a = n * (1 + theta)
@@ -100,8 +102,8 @@ def tang_scores(both: Array, before: Array, after: Array, n: Array | float, thet
 def ess_scores(e: Events, theta: Array | float) -> Array:
     """Return score statistics [...] of H0: candidate = theta * reference; positive if the data lie above theta.
 
-    They are those of ``tang_scores`` with all counts divided by the design effect, as items of a cluster are not
-    independent.
+    They are computed like ``tang_scores``, but all counts are first divided by the design effect, since items of a
+    cluster are not independent.
     """
     deff = _design_effects(e, theta)
     n = float(e.counts.sum())
@@ -189,8 +191,9 @@ def shows_ratio(
 ) -> npt.NDArray[np.bool_]:
     """Return whether a few broken templates cannot hide a ratio of ``limit`` (the template rule, ``stats.rule``).
 
-    Takes the totals of events by cluster [..., C]. Clusters are weighted by items, and once more equally; both must
-    rule the limit out. An unseen template may have the event on all items with the candidate and on none with the
+    ``reference`` and ``candidate`` [..., C] are the numbers of events on each side by cluster, ``counts`` [C] the
+    numbers of items. The ratio must be ruled out twice: with clusters weighted by their items, and with equal weights.
+    It is assumed that an unseen template may have the event on all items with the candidate and on none with the
     reference.
     """
     above = limit * np.asarray(reference, dtype=np.float64) - np.asarray(candidate, dtype=np.float64)

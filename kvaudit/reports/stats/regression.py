@@ -1,9 +1,9 @@
 """A coefficient of a least-squares regression with controls and clustered errors.
 
-The variance is the cluster jackknife of the whole regression (CR3: refitted without each cluster) with t_{C-1}, as for
-every other clustered mean; for binary outcomes the coefficient is a difference of shares (linear probability). It is an
-association, not a cause. Collinear controls are harmless; if the variable itself is determined by the controls, nothing
-can be estimated: check ``telling_clusters`` first.
+The variance is the cluster jackknife of the whole regression (CR3: refitted without each cluster). As for every other
+mean over C clusters, the t quantile has C - 1 degrees of freedom. For binary outcomes the coefficient is a difference
+of shares (linear probability). It is an association, not a cause. Collinear controls are harmless; but if the controls
+determine the variable itself, nothing can be estimated: check ``telling_clusters`` first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def regression_effect(
 ) -> Effect:
     """Return the change of outcomes y [N] per unit of x [N] at equal controls [N, K]; a constant is added.
 
-    ``df`` of the t quantile default to C - 1; pass fewer if few clusters are informative of x.
+    ``clusters`` [N] names the cluster of each row. ``df`` are the degrees of freedom of the t quantile. By default they
+    are C - 1 for C clusters; pass fewer if only a few clusters are informative of x.
     """
     outcome, design = np.asarray(y, dtype=np.float64), _design(x, controls)
     t = totals(outcome, clusters)

@@ -2,21 +2,21 @@
 
 Non-inferiority within a declared margin is PASS, FAIL or INCONCLUSIVE (Piaggio et al. 2012, JAMA 308:2594); gate and
 calibration share these functions. If a share D of templates breaks totally, C independent templates miss all of them
-with probability (1-D)^C, so a PASS needs C_min templates. Doses are tested in a fixed order from the mildest until the
-first failure, which needs no adjustment (Maurer, Hothorn & Lehmacher 1995).
+with probability (1-D)^C, so a PASS needs C_min templates. Doses are tested in a fixed order, the mildest first, until
+one fails; this needs no adjustment (Maurer, Hothorn & Lehmacher 1995).
 
 The template rule: could templates like the observed ones, weighted differently, hide a loss of the margin? Evicting
 cache entries often breaks a few templates totally and leaves the others unchanged. A sample may have too few broken
 templates, or none, and then its variance does not show them. So a PASS also needs an empirical likelihood ratio (Owen
-1988, Biometrika 75:237) over template totals: how unlikely are weights of the observed templates, plus one unseen
-template that lost everything, for which the mean is at the margin? The worst unseen point is that of bounded means
-(Honda & Takemura 2010, COLT; Phan et al. 2021, ICML). ``SHARPNESS`` makes the chi-square limit valid for C_min
-templates; it was found by simulation (``bench.calibration``). If no answer differs, the log ratio is
-C * -log(1 - margin). C_min templates are required as well, because the chi-square limit alone would accept 34 where
+1988, Biometrika 75:237) over template totals. One unseen template that lost everything is added to the observed ones,
+and the templates are weighted so that their mean lies at the margin: how unlikely are such weights? The worst unseen
+point is that of bounded means (Honda & Takemura 2010, COLT; Phan et al. 2021, ICML). ``SHARPNESS`` makes the chi-square
+limit valid for C_min templates; it was found by simulation (``bench.calibration``). If no answer differs, the log ratio
+is C * -log(1 - margin). C_min templates are required as well, because the chi-square limit alone would accept 34 where
 C_min is 59. The number of templates that may break changes in steps, and a chi-square does not: just before a step it
-is too lenient by half. So a sample must also be less likely than the fewest broken templates that the binomial law does
-not exclude (``EXACT``). ``STEEPEST`` caps this second limit: without the cap 8 points of PASS would be lost where many
-answers differ, which blurs the steps.
+is too lenient by half. So a sample must also be less likely than one with the fewest broken templates that the binomial
+law does not exclude (``EXACT``). ``STEEPEST`` caps this second limit: without the cap 8 points of PASS would be lost
+where many answers differ, which blurs the steps.
 No statistic: decisions from bounds, and one bound without an estimate.
 """
 
@@ -86,11 +86,12 @@ def calls(
     margin: float,
     alpha: float,
 ) -> npt.NDArray[np.int8]:
-    """Return the outcome (``Call``) of each cell [...] from its one-sided bounds at ``alpha`` and adjusted p-value.
+    """Return the outcome (``Call``) of each cell [...] from its one-sided bounds at ``alpha`` and p-value of a drop.
 
-    ``clusters`` is the effective number (``effective_clusters``), since few large templates may carry the loss.
-    ``shown`` [...] is the result of the template rule (``shows_margin``). A drop is significant if its p-value,
-    adjusted for multiple testing, is; a PASS may have a significant drop too.
+    ``pvalue_drop`` is adjusted for multiple testing; if it is below ``alpha``, the drop is significant. A PASS may have
+    a significant drop too. ``clusters`` is the effective number of templates (``effective_clusters``), since few large
+    ones may carry the loss; ``uneven`` is whether their sizes differ too much (``too_uneven``). ``shown`` [...] is the
+    result of the template rule (``shows_margin``).
     """
     return calls_of(
         np.asarray(lower) > -margin,
@@ -143,7 +144,7 @@ def cleared(passes: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
 class SuiteTotals(NamedTuple):
     """The contribution of one suite to a weighted sum of suites: ``weight`` * total of ``sums`` / total of ``counts``.
 
-    Both have one number for each template: the sum of its items' values, and how many items it has.
+    ``sums`` has for each template the sum of its items' values, ``counts`` the number of its items.
     """
 
     weight: float
@@ -157,7 +158,7 @@ class SuiteTotals(NamedTuple):
 def shows_margin(sums: npt.ArrayLike, counts: npt.ArrayLike, *, margin: float, alpha: float) -> npt.NDArray[np.bool_]:
     """Return whether totals [..., C] of templates with ``counts`` [C] items rule out a loss of ``margin``.
 
-    The loss must be ruled out with templates weighted by their items, like the drift, and once more with equal weights,
+    The loss must be ruled out twice: with templates weighted by their items, as in the drift, and with equal weights,
     so that no large template decides alone.
     """
     sizes = np.asarray(counts, dtype=np.float64)
@@ -172,8 +173,9 @@ def shows_above(above: Array, sizes: Array, *, worst: float, wanted: float) -> n
     """Return whether the template rule rules a limit out: a few broken templates cannot hide a loss beyond it.
 
     The limit is a margin, or a limit on a ratio. ``above`` [..., C] is how far each template's total lies above its
-    value at the limit, and ``sizes`` [C] are the numbers of items. ``worst`` is how far below the limit each item of a
-    template lies that is not in the sample and lost everything; ``wanted`` is the log-likelihood ratio to exceed.
+    value at the limit, and ``sizes`` [C] are the numbers of items. The rule also assumes a template that is not in the
+    sample and lost everything: each of its items lies ``worst`` below the limit. ``wanted`` is the log-likelihood ratio
+    that must be exceeded.
     """
     by_items = _rules_out(above, sizes, worst, wanted)
     if sizes.min() == sizes.max():
@@ -194,8 +196,9 @@ def chi_square_limit(clusters: int, alpha: float) -> float:
 def _exact_limit(clusters: int, margin: float, alpha: float) -> float:
     """Return the log-likelihood ratio that a sample must exceed to rule out a loss of the margin, 0 for no limit.
 
-    It is the ratio of a sample of equal templates with as few broken ones as are not too unlikely. k broken ones are
-    too unlikely if P(at most k broken) is EXACT * alpha or less when each template breaks with probability ``margin``.
+    Assume templates of equal size, each of which breaks with probability ``margin``. A number k of broken templates is
+    too unlikely if P(at most k broken) is EXACT * alpha or less. The limit is the ratio of a sample with the smallest k
+    that is not too unlikely.
     """
     broken = 0
     while special.bdtr(broken, clusters, margin) <= EXACT * alpha:
@@ -237,9 +240,11 @@ def too_large(counts: npt.ArrayLike, margin: float) -> bool:
 
 
 class Largest(NamedTuple):
-    """The ``number`` largest templates, their ``share`` of the items, and how often a loss in them goes ``unseen``.
+    """A set of the largest templates, how much it holds, and how often a loss in it is not seen.
 
-    The loss has the size of the margin and consists of whole templates among them, each equally likely.
+    ``number`` is how many templates it has, ``share`` their share of all items. ``unseen`` is the chance that no
+    template of a loss is sampled. The loss has the size of the margin. It consists of whole templates of the set, each
+    of which is equally likely to be lost.
     """
 
     number: int
@@ -250,8 +255,9 @@ class Largest(NamedTuple):
 def largest_alone(counts: npt.ArrayLike, margin: float) -> Largest:
     """Return the set of largest templates in which a loss of the margin most often goes unsampled.
 
-    Only sets with half of the items or more are considered. The loss is a failure of whole templates of the set. For
-    templates of equal size the set is all of them, and C_min makes the probability equal to the level.
+    Only sets with half of the items or more are considered. The loss is a total failure of some templates of the set.
+    If all templates have one size, the set is all of them, and with C_min templates the chance of missing the loss
+    equals the level.
     """
     sizes = np.sort(np.asarray(counts, dtype=np.float64))[::-1]
     shares, numbers = np.cumsum(sizes) / sizes.sum(), np.arange(1, len(sizes) + 1)
@@ -292,9 +298,9 @@ def _log_ratio(above: Array, unseen: float) -> Array:
     """Return the log-likelihood ratio [...] that the template rule tests: the maximum over l of sum log(1 + l * above).
 
     ``above`` [..., C] is how far each template's total lies above its value at the limit, for example at a loss of the
-    margin. ``unseen`` is how far a template that is not in the sample and lost everything would lie below it. l is at
-    least 0, and so small that no factor 1 + l * above is negative, nor 1 - l * unseen. The sum is concave in l, so the
-    maximum is where its slope is 0, which is found by bisection between 0 and the largest l.
+    margin. ``unseen`` is how far a template that is not in the sample and lost everything would lie below that value. l
+    is at least 0, and small enough that 1 - l * unseen and every 1 + l * above are 0 or more. The sum is concave in l,
+    so the maximum is where its slope is 0, which is found by bisection between 0 and the largest l.
     """
     most = 1 / np.maximum(unseen, -above.min(axis=-1, initial=0.0))[..., None]
     low, high = np.zeros_like(most), np.ones_like(most)

@@ -1,12 +1,12 @@
 """The recipe claim: the effect of a way of training, from paired seeds as a sample of all possible seeds.
 
-V = V_item + max(0, V_seed - V_noise). V_item is CR3 of the seed-averaged differences and V_seed = var(seed means)/S.
-V_noise is the part of V_seed that arises without better or worse seeds, because each loses other items (seed x item,
-summed by template); V_item includes it already. The degrees of freedom are Satterthwaite's for all three estimates,
-even if V_seed - V_noise is cut at 0. Those of V_seed - V_noise alone would give a two-sided level of .06 to .095 at
-three seeds. With seeds that scatter by 4 pp and 100 templates or more, the level at three seeds is still .07 to .08.
-There is at least one degree of freedom: if V is tiny compared with V_seed and V_noise, Satterthwaite's go to 0, and the
-interval would have any width.
+The variance is V = V_item + max(0, V_seed - V_noise). V_item is CR3 of the seed-averaged differences, and V_seed =
+var(seed means)/S. V_noise is the part of V_seed that arises without better or worse seeds, because each loses other
+items (seed x item, summed by template); V_item includes it already. The degrees of freedom are Satterthwaite's for all
+three estimates, even if V_seed - V_noise is cut at 0. Those of V_seed - V_noise alone would give a two-sided level of
+.06 to .095 at three seeds. With seeds that scatter by 4 pp and 100 templates or more, the level at three seeds is still
+.07 to .08. If V is tiny compared with V_seed and V_noise, Satterthwaite's degrees of freedom go to 0, and the interval
+could get any width; so there is always at least one.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def recipe_effect(z: npt.ArrayLike, clusters: npt.ArrayLike, *, alpha: float = 0
 def many_recipe_effects(z: npt.NDArray[np.floating], counts: npt.ArrayLike, *, alpha: float) -> Bounds:
     """Return the effects of many training recipes at once, each from differences z [..., S, N] of S paired seeds.
 
-    Items are in order of cluster, ``counts`` [C] in each. Each effect is that of ``recipe_effect``.
+    Items are in order of cluster, ``counts`` [C] in each. Each effect is what ``recipe_effect`` returns for the same
+    seeds.
     """
     found, _ = _recipes(z, counts)
     return t_bounds(z.mean(axis=(-2, -1), dtype=np.float64), found.variance, found.df, alpha=alpha)
@@ -81,10 +82,11 @@ def _recipes(z: npt.NDArray[np.floating], counts: npt.ArrayLike) -> tuple[Recipe
 
 
 def seed_noise(z: npt.NDArray[np.floating], counts: npt.ArrayLike) -> Array:
-    """Return the variance [...] of a seed's mean due to items (seed x item), from z [..., S, N] in order of cluster.
+    """Return the variance [...] of a seed's mean that is due to its items (seed x item), from z [..., S, N].
 
-    It is CR3 over template totals of each seed's difference from the others: a template that flips in one seed counts
-    as one event, not once per item. A difference of the seeds' means does not matter.
+    The N items are in order of cluster, ``counts`` [C] in each. The variance is CR3 over template totals of each seed's
+    difference from the mean of all seeds: so a template that flips in one seed counts as one event, not once per item.
+    Differences between the seeds' means do not change it.
     """
     seeds = z.shape[-2]
     own = many_totals(z - z.mean(axis=-2, keepdims=True), counts)  # sums [..., S, C]
@@ -94,10 +96,10 @@ def seed_noise(z: npt.NDArray[np.floating], counts: npt.ArrayLike) -> Array:
 
 
 def recipe_variance(item: Array, seed_means: Array, noise: Array, clusters: int) -> Recipe:
-    """Return the variance of a training recipe's drift, from ``item``, ``seed_means`` [..., S] and ``noise``.
+    """Return the variance of a training recipe's drift, with its degrees of freedom.
 
-    ``item`` [...] is the variance due to items, ``noise`` that of ``seed_noise``. Without any variance the degrees of
-    freedom are those of the clusters.
+    ``item`` [...] is the variance of the mean drift due to items. ``seed_means`` [..., S] are the drifts of the seeds.
+    ``noise`` [...] is the result of ``seed_noise``. If nothing varies, the degrees of freedom are ``clusters`` - 1.
     """
     seeds = seed_means.shape[-1]
     assert seeds >= SEEDS_NEEDED, f"a recipe claim needs {SEEDS_NEEDED} seeds"
@@ -111,7 +113,7 @@ def recipe_variance(item: Array, seed_means: Array, noise: Array, clusters: int)
 
 
 def seed_spread(estimates: npt.ArrayLike, noise: float) -> Spread | None:
-    """Return how far training seeds truly differ, from their drifts [S]; None below three seeds.
+    """Return how far training seeds truly differ, from their drifts ``estimates`` [S]; None below three seeds.
 
     The variance is that of the drifts minus ``noise``, the part due to items. The interval is the chi-square interval
     of the whole variance with S - 1 degrees of freedom, minus the noise, which is treated as known because it has many

@@ -3,9 +3,9 @@
 Clopper & Pearson's exact bound (1934, Biometrika 26:404) at the cluster-robust effective sample size, with Korn &
 Graubard's factor for a design effect estimated from few templates (1998, Survey Methodology 24:193). The bound is exact
 because the shares to exclude lie near 0, where the lower end of a score interval is too liberal. Two kinds of items are
-compared by Youden's J (1950, Cancer 3:32): the wanted share of one kind plus that of its twin, minus 1. Behaviour that
-does not depend on the kind has J of at most 0 (refusing everything, or one in three). The bound of J combines the two
-gaps like MOVER (Zou & Donner 2008).
+compared by Youden's J (1950, Cancer 3:32): the wanted share of one kind plus that of its twin, minus 1. J is at most 0
+for behaviour that does not depend on the kind, such as refusing everything, or refusing one item in three of both
+kinds. The bound of J combines the two gaps like MOVER (Zou & Donner 2008).
 No statistic: one-sided bounds of unpaired shares.
 """
 
@@ -43,10 +43,10 @@ def shares(
     graded: bool = False,
     level: float = SHOWN_LEVEL,
 ) -> ShownShare:
-    """Return mean item scores, with bounds, of samples [..., N] in [0, 1] in order of cluster, ``counts`` [C] in each.
+    """Return the mean item score of each sample [..., N] with one-sided bounds at ``level``.
 
-    An item is averaged over ``draws`` answers, each 0 or 1 unless ``graded``. With a single cluster the bounds are 0
-    and 1.
+    Scores are in [0, 1], and items are in order of cluster, ``counts`` [C] in each. An item's score averages ``draws``
+    answers, each 0 or 1, or between them if ``graded``. With a single cluster the bounds are 0 and 1.
     """
     sizes = np.asarray(counts, dtype=np.int64)
     items, clusters = int(sizes.sum()), len(sizes)
@@ -73,7 +73,7 @@ def share(
     draws: int = 1,
     graded: bool = False,
 ) -> ShownShare:
-    """Return the mean of the item scores ``values`` [N] of one sample, with its interval.
+    """Return the mean of the item scores ``values`` [N] of one sample, with one-sided bounds.
 
     ``clusters`` [N] holds the label of each item's template. An item's score is the mean over ``draws`` answers, each 0
     or 1, or between them if ``graded``. ``shares`` does the same for many samples at once.
@@ -86,9 +86,9 @@ def share(
 def told_apart(wanted: ShownShare, twin: ShownShare, together: npt.ArrayLike) -> ShownShare:
     """Return Youden's J of two kinds of items, with bounds: 1 if both always have the wanted behaviour.
 
-    It is 0 or less for behaviour that does not depend on the kind. A bound of J combines the distances of both rates
-    from their bounds. ``together`` [...] is the ``correlation`` of the kinds: if templates make both easy or both hard,
-    the distances add up.
+    J is 0 or less for behaviour that does not depend on the kind. A bound of J combines the distances of both rates
+    from their bounds. ``together`` [...] is the ``correlation`` of the two kinds: at 1, if templates make both easy or
+    both hard, the distances add up; at 0 their squares do.
     """
     rate = wanted.rate + twin.rate - 1
     low = rate - _joined(wanted.rate - wanted.low, twin.rate - twin.low, together)
@@ -102,9 +102,9 @@ def _joined(one: Array, other: Array, together: npt.ArrayLike) -> Array:
 
 
 def correlation(one: Array, other: Array) -> Array:
-    """Return the correlation over C templates of the residuals of two rates, summed by template [..., C].
+    """Return the correlation [...], over C templates, of two rates' residuals; 0 if it is negative or undefined.
 
-    It is 0 if it is negative or undefined.
+    ``one`` and ``other`` [..., C] are the residuals of each rate, summed by template.
     """
     scale = np.sqrt(np.sum(one**2, axis=-1) * np.sum(other**2, axis=-1))
     joint = np.sum(one * other, axis=-1)

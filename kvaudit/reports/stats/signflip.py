@@ -1,11 +1,11 @@
 """Studentised cluster sign-flip test of a mean difference of 0, and its max-T version over many cells.
 
-Under the null a cluster's summed difference and its negative are equally likely, so all patterns of signs are. The CR3
-t statistic is flipped instead of the mean, which keeps the level with unequal clusters (Canay, Santos & Shaikh 2021).
-For an intercept it equals the Rademacher wild cluster bootstrap with the null imposed (Cameron, Gelbach & Miller 2008).
-Max-T flips all cells with one sign vector (Westfall & Young 1993; step-down: Romano & Wolf 2005), so the family-wise
-error holds under any dependence of the cells. Holm's step-down adjustment (1979) is used if signs cannot be flipped
-together.
+Under the null a cluster's summed difference and its negative are equally likely, and so are all patterns of signs. The
+CR3 t statistic is flipped instead of the mean, which keeps the level with unequal clusters (Canay, Santos & Shaikh
+2021). For an intercept it equals the Rademacher wild cluster bootstrap with the null imposed (Cameron, Gelbach & Miller
+2008). Max-T flips all cells with one sign vector (Westfall & Young 1993; step-down: Romano & Wolf 2005), so the
+family-wise error holds under any dependence of the cells. Holm's step-down adjustment (1979) is used if signs cannot be
+flipped together.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class MaxT:
 
 
 class Signs(NamedTuple):
-    """Patterns [B, C] of one sign, 1 or -1, for each cluster; ``exact`` if they are all possible ones."""
+    """Patterns [B, C] of one sign, 1 or -1, for each cluster; ``exact`` is whether they are all possible patterns."""
 
     patterns: Array
     exact: bool
@@ -67,7 +67,7 @@ class Signs(NamedTuple):
 class Moments(NamedTuple):
     """Means [..., B] of cells under B sign patterns, and their CR3 variances [..., B].
 
-    ``scale`` [..., 1] is the weighted sum of squares, compared with which a tiny variance is rounding error.
+    ``scale`` [..., 1] is the weighted sum of squares. A variance that is tiny compared with it is only rounding error.
     """
 
     mean: Array
@@ -87,9 +87,10 @@ class _Cells(NamedTuple):
 
 
 def sign_flip(z: npt.ArrayLike, clusters: npt.ArrayLike, *, draws: int = 9999, seed: int = 0) -> SignFlip:
-    """Test a zero mean of item differences z [N] with all sign patterns up to 13 clusters, else ``draws`` random ones.
+    """Test whether item differences z [N] have a mean of 0, by flipping the signs of whole clusters.
 
-    Needs six clusters (asserted): the gate has called data with fewer clusters invalid before.
+    All patterns of signs are used for up to 13 clusters, else ``draws`` random ones. There must be six clusters or more
+    (asserted): the gate calls data with fewer INVALID before it tests them.
     """
     cells = _cells(np.asarray(z, dtype=np.float64)[None], clusters)
     observed = studentised(cells.sums, cells.counts)[0]
@@ -112,6 +113,7 @@ def max_t_groups(
     """Compute max-T over the cells of several groups, each with its own items: (z [K_g, N_g], clusters [N_g]).
 
     The cells of a group share their sign vectors; groups have no cluster in common and are flipped independently.
+    ``step_down`` and single-step are explained in ``max_t_pvalues``.
     """
     assert groups, "a family needs a cell"
     panels = [_cells(np.atleast_2d(np.asarray(z, dtype=np.float64)), clusters) for z, clusters in groups]
@@ -131,7 +133,10 @@ def max_t_groups(
 
 
 def signs(clusters: int, draws: int, seed: int | Sequence[int]) -> Signs:
-    """Return every pattern of ``clusters`` signs up to 13 clusters, otherwise ``draws`` random ones."""
+    """Return patterns [B, C] of ``clusters`` signs.
+
+    For up to 13 clusters they are all possible patterns, otherwise ``draws`` random ones.
+    """
     if clusters <= EXHAUSTIVE_CLUSTERS:
         # [2^C, C]: bit c in the number of a pattern is the sign of cluster c
         bits: Array = (np.arange(2**clusters)[:, None] >> np.arange(clusters) & 1).astype(np.float64)
@@ -158,7 +163,7 @@ def studentised(sums: Array, counts: Array) -> Array:
 def flip_statistics(sums: Array, counts: Array, patterns: Array) -> Array:
     """Return CR3 t statistics [..., K, B] of cluster sums [..., K, C] under sign patterns [B, C] common to all K cells.
 
-    ``counts`` are [C] or broadcast against ``sums``.
+    ``counts`` are the numbers of items in the clusters, [C] or in a shape that broadcasts against ``sums``.
     """
     return _ratio(*flip_moments(sums, counts, patterns))
 
@@ -184,13 +189,14 @@ def flip_moments(sums: Array, counts: Array, patterns: Array) -> Moments:
 def two_sided_pvalues(observed: npt.ArrayLike, flipped: Array, *, exact: bool) -> Array:
     """Return two-sided p-values [...] of observed t statistics [...].
 
-    ``flipped`` [..., B] are the statistics under B patterns of changed signs.
+    ``flipped`` [..., B] are the statistics under B patterns of changed signs; ``exact`` is whether these are all
+    possible patterns.
     """
     return _share(np.abs(flipped), np.abs(np.asarray(observed)), exact)
 
 
 def drop_pvalues(observed: npt.ArrayLike, flipped: Array, *, exact: bool) -> Array:
-    """Return one-sided p-values [...] for a mean below 0; the arguments are those of ``two_sided_pvalues``."""
+    """Return one-sided p-values [...] for a mean below 0; the arguments are as in ``two_sided_pvalues``."""
     return _share(-flipped, -np.asarray(observed), exact)
 
 
@@ -198,8 +204,8 @@ def max_t_pvalues(observed: Array, flipped: Array, *, exact: bool, step_down: bo
     """Return one-sided p-values [..., K] of a drop in K cells, adjusted together.
 
     ``observed`` [..., K] are the t statistics, ``flipped`` [..., K, B] those under B patterns of changed signs, the
-    same in all cells. Single-step compares each cell with the lowest statistic of all K; step-down with the lowest of
-    the cells that are not more extreme than itself.
+    same in all cells; ``exact`` is whether these are all possible patterns. Single-step compares each cell with the
+    lowest statistic of all K cells. Step-down compares it with the lowest of its own and of all less extreme cells.
     """
     order = np.argsort(observed, axis=-1)
     ranked = np.take_along_axis(observed, order, axis=-1)
@@ -216,9 +222,9 @@ def max_t_pvalues(observed: Array, flipped: Array, *, exact: bool, step_down: bo
 
 
 def _share(flipped: Array, observed: Array, exact: bool) -> Array:
-    """Return the share of sign patterns whose statistic is at least as extreme as the observed one.
+    """Return the share of sign patterns whose statistic is at least as large as the observed one.
 
-    If the patterns are random, the observed one counts as one more.
+    Unless the patterns are all possible ones (``exact``), the observed one is counted as one more pattern.
     """
     slack = 1e-9 * np.maximum(1.0, np.abs(observed))  # rounding must not break ties
     limit = observed - np.where(np.isfinite(slack), slack, 0.0)  # inf - inf is no limit
@@ -228,7 +234,7 @@ def _share(flipped: Array, observed: Array, exact: bool) -> Array:
 
 
 def _ratio(mean: Array, variance: Array, scale: Array) -> Array:
-    """Return mean / sqrt(variance), infinite where the variance is only rounding error beside ``scale``."""
+    """Return mean / sqrt(variance); infinite where the variance is only rounding error compared with ``scale``."""
     flat = variance <= 1e-12 * scale
     t = mean / np.sqrt(np.where(flat, 1.0, variance))
     return np.where(flat, np.copysign(np.where(mean == 0, 0.0, np.inf), mean), t)
@@ -259,8 +265,8 @@ def _cells(z: Array, clusters: npt.ArrayLike) -> _Cells:
 def _flip(cells: _Cells, draws: int, seed: int, *, stream: int, exhaustive: bool) -> tuple[Array, bool]:
     """Return the t statistics [K, B] of K cells under B sign patterns, and whether these are all possible patterns.
 
-    With ``exhaustive`` and few clusters all patterns are used; otherwise ``draws`` random ones from ``seed`` and
-    ``stream``.
+    If ``exhaustive`` is set and clusters are few, all patterns are used. Otherwise there are ``draws`` random ones,
+    which ``seed`` and ``stream`` determine.
     """
     clusters = len(cells.counts)
     if exhaustive and clusters <= EXHAUSTIVE_CLUSTERS:
@@ -279,7 +285,7 @@ STATISTIC = Statistic(
 
 
 def holm(pvalues: Sequence[float]) -> tuple[float, ...]:
-    """Return Holm-adjusted p-values in the given order, valid under any dependence."""
+    """Return Holm-adjusted p-values in the given order; they are valid under any dependence of the tests."""
     order = sorted(range(len(pvalues)), key=lambda i: pvalues[i])
     adjusted = [0.0] * len(pvalues)
     running = 0.0

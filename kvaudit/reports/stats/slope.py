@@ -4,9 +4,9 @@ The slope is a contrast of item means with weights (x - mean) / sum (x - mean)^2
 contrast: CR3 with t_{C-1} (Cameron & Miller 2015). The isotonic curve (Barlow et al. 1972) is drawn, never tested.
 
 Wilcoxon's signed-rank test shows whether pairs differ in one direction. Under the null a difference and its negative
-are equally likely, so all patterns of signs over the ranks are: they are counted exactly, also with ties, or for many
-pairs approximated by a normal distribution. Ranks are used because a few answers change a log-prob by nats and all
-others by thousandths.
+are equally likely, and so are all patterns of signs over the ranks. These patterns are counted exactly, also with ties;
+for many pairs a normal distribution approximates them. Ranks are used because a few answers change a log-prob by nats
+and all others by thousandths.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_EXACT = 200  # pairs: the exact test takes a tenth of a second, and its ti
 
 
 def dose_weights(x: npt.ArrayLike) -> Array:
-    """Return the weights [D] with which the weighted sum of scores at doses x [D] is the least-squares slope."""
+    """Return weights [D] for scores at doses x [D]: the sum of weight times score is the least-squares slope."""
     doses = np.asarray(x, dtype=np.float64)
     assert doses.ndim == 1, doses.shape
     centred = doses - doses.mean()
@@ -47,7 +47,8 @@ def slope_effect(
 
     A difference of two checkpoints' slopes is the slope of their difference: pass candidate - reference. If every item
     has the same slope, the CR3 interval has width 0. Then, if ``reach`` (the width of the range of scores) is given,
-    the interval is Tango's at the effective sample size, over all slopes that scores in such a range can have.
+    Tango's interval at the effective sample size is returned instead. Its scale spans all slopes that scores in such a
+    range can have.
     """
     values = np.asarray(scores, dtype=np.float64)
     weights = dose_weights(x)
@@ -84,9 +85,10 @@ STATISTIC = Statistic(
 
 
 def signed_rank_above(differences: npt.ArrayLike) -> float:
-    """Return the one-sided p-value that differences [N] lie above 0; zeros are left out, 1 if none remain.
+    """Return the one-sided p-value of Wilcoxon's signed-rank test for differences [N] that lie above 0.
 
-    With more than ``_MOST_EXACT`` differences it is that of a normal distribution, with a continuity correction.
+    Differences of 0 are left out; if no others remain, it is 1. It is exact for up to ``_MOST_EXACT`` differences; for
+    more it comes from a normal distribution, with a continuity correction.
     """
     values = np.asarray(differences, dtype=np.float64)
     values = values[values != 0]

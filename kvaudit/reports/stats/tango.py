@@ -69,8 +69,8 @@ def tango_interval(losses: float, gains: float, n: float, quantile: float) -> In
 def tango_bounds(losses: Array, gains: Array, n: Array, targets: Array) -> Array:
     """Return the deltas [T, ...], hypothetical differences, at which the score statistic equals ``targets`` [T].
 
-    Where it equals a target nowhere, the delta is -1 or 1. The statistic falls with delta and is 0 at the estimate:
-    targets above 0 give lower bounds, below 0 upper ones.
+    If the statistic never equals a target, the delta is -1 or 1. The statistic falls with delta and is 0 at the
+    estimate. So targets above 0 give lower bounds, and targets below 0 upper ones.
     """
     estimate = (gains - losses) / n
     wanted = np.reshape(targets, (-1,) + (1,) * np.ndim(estimate))
@@ -128,7 +128,7 @@ def ess_tango(
 ) -> Effect:
     """Return the interval of item differences z [N] in [-scale, scale], by Tango's score at the effective sample size.
 
-    Each difference is averaged over ``samples`` draws, and so real-valued; the summed losses and gains replace the
+    Each difference is averaged over ``samples`` draws, so it is a real number; the summed losses and gains replace the
     discordant counts. Draws are 0 or 1 unless ``graded``: see ``deff_floors``.
     """
     values = np.asarray(z, dtype=np.float64) / scale
@@ -216,9 +216,10 @@ def deff_floors(values: npt.NDArray[np.floating], samples: int, *, graded: bool 
     """Return the least design effect that an interval may assume, for each set of N item means in ``values`` [..., N].
 
     A value is an item's mean difference over k = ``samples`` draws. With one draw the least effect is 1. With k draws
-    it is the larger of 1/k and 1/m, where m items have a difference; but 1 if every value is one that k equal draws
-    would give, since copies of a draw tell no more than the draw. Graded scores, which are not 0 or 1, vary less than a
-    binomial of the same mean, and 1 would make their intervals several times too wide: theirs is close to 0.
+    it is the larger of 1/k and 1/m, where m is the number of items with a difference. But if every value is a whole
+    number, all k draws may be copies of one; copies tell no more than one draw, so the least effect is 1. ``graded``
+    scores are not only 0 and 1 and vary less than a binomial of the same mean. A least effect of 1 would make their
+    intervals several times too wide, so theirs is close to 0.
     """
     if graded:
         return np.full(values.shape[:-1], GRADED_FLOOR)
@@ -238,7 +239,10 @@ STATISTIC = Statistic(
 def rate_lower(
     scores: npt.ArrayLike, clusters: npt.ArrayLike, *, samples: int = 1, alpha: float = 0.05, graded: bool = False
 ) -> float:
-    """Return the one-sided lower bound of the mean of item scores [N] in [0, 1], of ``samples`` draws each."""
+    """Return the one-sided lower bound of the mean of item scores [N] in [0, 1].
+
+    Each score averages ``samples`` draws, which are 0 or 1 unless ``graded``.
+    """
     values = np.asarray(scores, dtype=np.float64)
     t = totals(values, clusters)
     n = t.items / design_effect(t, floor=deff_floor(values, samples, graded=graded))  # effective number of items

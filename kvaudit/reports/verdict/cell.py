@@ -139,7 +139,7 @@ def decide_ratio(c: Contrast, ratio: Ratio, margin: float, pvalue: float) -> tup
     """Return status and reasons of one test against a ratio ("at most 1.1 times as many attacks succeed").
 
     ``margin`` is the loss that the ratio allows at the reference's rate, in score units. Human labels do not give the
-    reference's own rate, so a contrast that they decide never passes a ratio.
+    reference's own rate, so a contrast whose effect is computed from human labels never passes a ratio.
     """
     effect, templates = c.effect, templates_of(c)
     assert effect is not None, "a contrast without a number has no ratio"
@@ -195,7 +195,7 @@ class _RuleText(NamedTuple):
 def _reasons(
     call: Call, effect: Effect, margin: float, templates: Sequence[SuiteTotals], text: _RuleText
 ) -> tuple[Reason, ...]:
-    """Return why the rule's outcome ``call`` is not a PASS, as a tuple of one Reason; empty for a PASS."""
+    """Return why the rule's outcome ``call`` is not a PASS, as a tuple of one Reason; for a PASS it is empty."""
     if call is Call.FAIL:
         size = "beyond the margin" if text.is_beyond else "its size open"
         return (Reason(ReasonCode.LOSS, f"{text.loss} detected, {size}"),)
@@ -223,7 +223,7 @@ def _too_few_templates(effect: Effect, margin: float, templates: Sequence[SuiteT
 
 
 def _largest_templates(templates: Sequence[SuiteTotals], margin: float) -> str:
-    """Return a phrase on which templates hold so many of the items that a loss of the margin could hide in them."""
+    """Return a phrase that says which templates are so large that a loss of the margin could hide in them."""
     if any(too_large(part.counts, margin) for part in templates):
         return f"one template holds more than {50 * margin:g} % of the items"
     largest = max((largest_alone(part.counts, margin) for part in templates), key=lambda group: group.unseen)
@@ -234,11 +234,12 @@ def _largest_templates(templates: Sequence[SuiteTotals], margin: float) -> str:
 
 
 def decided_test(row: FamilyRow, margin: float, pvalues: Pvalues, limit: float | None = None) -> DecidedTest:
-    """Return one test decided against its margin, or against a ratio's ``limit``, which allows a loss of ``margin``.
+    """Return one test with its decision, against its margin, or against a ratio if ``limit`` is given.
 
-    A test whose effect could not be computed is INVALID. The recipe is the claim about training with any seed. Human
-    labels correct the effect, but not the variance between seeds: with them the recipe keeps its status only if it
-    agrees with that of the checkpoints, and is INCONCLUSIVE otherwise.
+    With a ratio, ``margin`` is the loss that ``limit`` allows. A test whose effect could not be computed is INVALID.
+    The recipe is the claim about training with any seed. Human labels correct the effect, but not the variance between
+    seeds. So if there are human labels, the recipe keeps its status only if it agrees with that of the checkpoints;
+    otherwise it is INCONCLUSIVE.
     """
     c, loss = row.contrast, "regression" if row.sign > 0 else "gain"
     if c.look is not None and c.effect is not None:
@@ -292,7 +293,7 @@ def _test_in_rounds(row: FamilyRow, effect: Effect, margin: float) -> DecidedTes
 
 
 def _recipe(row: FamilyRow, margin: float, pvalue: float) -> Status | None:
-    """Return the status of the test for the training recipe (variance between seeds added), None with too few seeds."""
+    """Return the status of the test for the training recipe (variance between seeds added); None for too few seeds."""
     if row.contrast.recipe is None:
         return None
     effect = _mirrored(row.contrast.recipe, row.sign)
@@ -329,7 +330,7 @@ def readings_of(c: Contrast, sign: int = 1) -> list[list[SuiteTotals]]:
     """Return a contrast's differences by template, once for every other way to count its uncertain answers.
 
     An answer is uncertain if the judge was unsure of it, or if it has no score; the contrast itself counts it in one
-    way. Empty where human labels decide. ``sign`` -1 exchanges loss and gain.
+    way. The list is empty if human labels decide. ``sign`` -1 exchanges loss and gain.
     """
     readings = () if c.judged else c.readings
     return [[SuiteTotals(sign * part.weight, part.sums, part.counts) for part in sums] for sums in readings]
@@ -408,7 +409,7 @@ def decision(
 def _template_bound(test: DecidedTest, margin: float | None, alpha: float) -> float | None:
     """Return the lowest drift that could still hide in a few broken templates (the template rule, ``stats.rule``).
 
-    None without an effect or a margin, for a run in rounds, and if the interval reaches the margin already.
+    It is None if there is no effect or no margin, for a run in rounds, and if the interval reaches the margin already.
     """
     c, sign = test.row.contrast, test.row.sign
     if c.effect is None or c.look or margin is None or _mirrored(c.effect, sign).lower <= -margin:
@@ -417,9 +418,9 @@ def _template_bound(test: DecidedTest, margin: float | None, alpha: float) -> fl
 
 
 def _effective_templates(templates: Sequence[SuiteTotals], effect: Effect) -> float:
-    """Return the effective number of templates: how many of equal size they are worth.
+    """Return the effective number of templates: how many templates of equal size would show as much.
 
-    Of several suites it is the smallest.
+    If the test is over several suites, the number of the suite with the fewest is returned.
     """
     return min((effective_clusters(part.counts) for part in templates), default=effect.n_clusters)
 
@@ -432,6 +433,6 @@ def _parity(tests: Sequence[DecidedTest], margin: float) -> str:
 
 
 def by_judge(row: FamilyRow) -> FamilyRow:
-    """Return a test with its effect by the judge's labels if human labels decide it; any other test unchanged."""
+    """Return the test with the effect by the judge's labels if human labels decide it; any other test unchanged."""
     c = row.contrast
     return FamilyRow(replace(c, effect=c.judged, sums=c.judged_sums, judged=None), row.sign) if c.judged else row

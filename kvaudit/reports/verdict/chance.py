@@ -54,9 +54,9 @@ class Differences(NamedTuple):
 class Pool(NamedTuple):
     """Simulated templates [P] of ``items`` items each, from which audits are drawn.
 
-    An item's difference is its mean over ``draws`` answers. For each template, ``sums`` adds up the differences and
-    ``moved`` their absolute values, ``differing`` counts the items that differ, ``split`` those of them that differ in
-    only some of the answers, and ``unwanted`` the reference's unwanted events.
+    An item's difference is its mean over ``draws`` answers. The arrays have one number per template. ``sums`` adds up
+    the differences and ``moved`` their absolute values. ``differing`` counts the items that differ, and ``split`` those
+    that differ in only some of their answers. ``unwanted`` counts the reference's unwanted events.
     """
 
     items: int
@@ -114,9 +114,9 @@ def _unwanted(
 ) -> Array:
     """Draw the number of the reference's unwanted events in each template [P] of a pool.
 
-    The reference has the event on every item that the candidate gains, on none that it loses, and on the others at one
-    rate, so that ``happens`` is its rate over all. An item has its own difference (``single``), or where ``is_shared``
-    the one of its ``template``.
+    The reference has the event on every item that the candidate gains and on none that it loses. On the other items it
+    has the event at one rate, chosen so that its rate over all items is ``happens``. An item's answers are in
+    ``single``; where ``is_shared``, it has those of its ``template`` instead.
     """
     # a gain was unwanted before; the remaining events lie on items that did not move
     rate = (happens - (differences.discordance + differences.drift) / 2) / (1 - differences.discordance)
@@ -198,7 +198,7 @@ def pass_rate(audits: Audits, *, margin: float, alpha: float, ratio: float | Non
 
 
 def can_show(counts: Array, margin: float, alpha: float) -> bool:
-    """Return whether templates of these sizes [C] can pass a margin with any result: enough of them, none too large."""
+    """Return whether templates of these sizes [C] can pass a margin at all: they are enough, and none is too large."""
     has_clusters = effective_clusters(counts) >= clusters_required(margin, alpha) - 1e-9
     return has_clusters and not too_uneven(counts, margin, alpha)
 
@@ -219,7 +219,7 @@ def _passes_ratio(audits: Audits, ratio: float, alpha: float) -> npt.NDArray[np.
 
 
 def _least_margin(counts: Array, alpha: float) -> float:
-    """Return the smallest margin that templates of these sizes can show, to a hundredth of a point."""
+    """Return the smallest margin (to a hundredth of a point) that templates of these sizes can show."""
     low, high = 0.0, 1.0
     while high - low > 1e-4:
         middle = (low + high) / 2
@@ -257,10 +257,11 @@ def _lower(audits: Audits, alpha: float) -> Array:
 
 
 def larger_run(c: Contrast, margin: float, sign: int, ratio: float | None = None) -> Larger | None:
-    """Return how much larger a run would have to be for a contrast to pass if there is no drift; None if unknown.
+    """Return how much larger a run would have to be for a contrast to pass if there is no drift.
 
-    It is unknown if the estimate is past the margin already, and for several combined suites, which share one margin.
-    ``sign`` is 1 for a test of a drop and -1 for one of a gain. With a ``ratio`` the margin is the loss that it allows.
+    It is None (unknown) if the estimate is past the margin already, and if the contrast combines several suites, which
+    share one margin. ``sign`` is 1 for a test of a drop and -1 for one of a gain. If ``ratio`` is given, ``margin`` is
+    the loss that it allows.
     """
     if c.effect is None or sign * c.effect.estimate <= -margin or len(c.sums) != 1:
         return None
@@ -271,9 +272,10 @@ def larger_run(c: Contrast, margin: float, sign: int, ratio: float | None = None
 
 
 def _would_pass(c: Contrast, e: Effect, margin: float, ratio: float | None, times: int, audits: int) -> bool:
-    """Return whether ``times`` as many templates like those of a contrast pass with power .8, without true drift.
+    """Return whether ``times`` as many templates like those of a contrast would pass with power .8, without true drift.
 
-    ``e`` is the contrast's effect by the judge's labels, even if human labels decide. ``audits`` are simulated.
+    ``e`` is the contrast's effect by the judge's labels, even if human labels decide. ``audits`` is the number of
+    audits to simulate.
     """
     [templates] = c.judged_sums or c.sums  # by the same labels
     unwanted = None if ratio is None or not c.unwanted else c.unwanted[0].reference
@@ -293,7 +295,8 @@ def _would_pass(c: Contrast, e: Effect, margin: float, ratio: float | None, time
 def templates_for(c: Contrast, margin: float, ratio: float | None = None) -> int | None:
     """Return about how many templates like those of a contrast would give a PASS if there were no drift.
 
-    None if forty times as many would not, if the estimate is past the margin already, and for several combined suites.
+    It is None if forty times as many would not suffice, if the estimate is past the margin already, and if the contrast
+    combines several suites.
     """
     if c.effect is None or c.effect.estimate <= -margin or len(c.sums) != 1:
         return None
@@ -304,9 +307,9 @@ def templates_for(c: Contrast, margin: float, ratio: float | None = None) -> int
 
 
 def lowest_estimate(clusters: int, *, margin: float, alpha: float) -> float | None:
-    """Return the lowest drift that ``clusters`` templates may show and still pass, if all have one size and this drift.
+    """Return the lowest drift with which ``clusters`` templates of one size still pass, if all of them show this drift.
 
-    None if they are too few to pass with any drift.
+    It is None if there are too few templates to pass with any drift.
     """
     if clusters < clusters_required(margin, alpha):
         return None

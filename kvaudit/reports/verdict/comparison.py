@@ -61,8 +61,9 @@ class PlannedUnit(NamedTuple):
 class Look(NamedTuple):
     """The last look (test between rounds) at a suite, in a run that asks its items in rounds.
 
-    The level is divided by ``tests``, the number of gated cells without those of readable answers (``well_formed``),
-    which get a tenth of it (``for_readable``). ``is_last`` is whether no further look was planned.
+    ``tests`` is the number of gated cells by which the level is divided. Cells of readable answers (``well_formed``)
+    are not counted in it; each gets a tenth of the others' level (``for_readable``). ``is_last`` is whether no further
+    look was planned.
     """
 
     tests: int
@@ -70,7 +71,10 @@ class Look(NamedTuple):
 
     @property
     def for_readable(self) -> Look:
-        """The look at the cells of readable answers, which need less power: a setting that breaks form breaks a lot."""
+        """The look at cells of readable answers, tested at a tenth of the level.
+
+        They need less power, since a setting that breaks form breaks it in many answers.
+        """
         return self._replace(tests=10 * self.tests)
 
 
@@ -78,10 +82,10 @@ class Look(NamedTuple):
 class Comparison:
     """The two sides of every difference, and the planned grid.
 
-    ``mode`` "training": candidate arms against the reference arm under the same serving policy.
-    ``mode`` "serving": one arm under each serving policy against the same arm served uncompressed.
+    In ``mode`` "training", candidate arms are compared with the reference arm under the same serving policy. In
+    ``mode`` "serving", one arm under each serving policy is compared with the same arm served uncompressed.
 
-    "Uncompressed" is the policy ``none`` for kvaudit's own cache, and for a setting of an engine the setting of the
+    For kvaudit's own cache, "uncompressed" is the policy ``none``. For a setting of an engine it is the setting of the
     same engine that ``references`` names.
     """
 
@@ -204,7 +208,10 @@ def comparison_of(spec: RunSpec, records: pd.DataFrame, provenance: Mapping[str,
 
 
 def _weights(pairs: Iterable[tuple[str, int]], provenance: Mapping[str, Any]) -> dict[tuple[str, int], str]:
-    """Return what the weights of these (arm, seed) hash to: the loaded tensors if they were hashed, else the files."""
+    """Return a hash of the weights of each of these (arm, seed).
+
+    It is the hash of the loaded tensors if they were hashed, else that of the files.
+    """
     files = {f"{BASE_ARM}/0": provenance.get("base_sha256"), **table_of(provenance, CHECKPOINTS)}
     # equal files hold equal tensors, so the hash of the tensors of one holds for all
     loaded = {str(files.get(key)): str(sha256) for key, sha256 in table_of(provenance, LOADED).items()}
@@ -256,8 +263,8 @@ def _judge_name(judge: str) -> str:
 def _is_rewarded(suite: str, spec: RunSpec, judges: Mapping[str, Sequence[str]], provenance: Mapping[str, Any]) -> bool:
     """Return whether training may have rewarded answers like those of a suite.
 
-    Training did so if it used the suite, or if a judge that gave the reward also grades the suite here. If provenance
-    does not list the judges of the reward, every judge counts as one. Programmatic graders do not count as judges.
+    It may have if training used the suite, or if a judge that gave the reward also grades the suite here. If provenance
+    does not list the judges of the reward, any judge may have given it. Programmatic graders do not count as judges.
     """
     if spec.train is None:
         return False
@@ -345,7 +352,8 @@ def some_of(names: Iterable[str]) -> str:
 def _conflicts(records: pd.DataFrame) -> Iterator[Reason]:
     """Yield a reason against deciding the run if records of one checkpoint, policy or suite contradict each other.
 
-    They must agree in the hash of weights or policy, and in the suite's version and judge.
+    All records of a checkpoint must have the same hash of weights, those of a policy the same hash, and those of a
+    suite the same version and judge.
     """
     # other outcomes were not graded by the suite's judge
     judged = records.loc[records["outcome"].isin([Outcome.DESIRED.value, Outcome.UNDESIRED.value]), ["suite", "judge"]]
@@ -364,7 +372,8 @@ def _conflicts(records: pd.DataFrame) -> Iterator[Reason]:
 def _differing_hashes(data: RunData) -> Iterator[Reason]:
     """Yield a reason against deciding the run if policies or suites have other hashes than provenance lists.
 
-    Also if provenance lists none, or does not list the kind of a suite (safety or capability), which the gate needs.
+    There is also a reason if provenance lists no hash of them, or does not list the kind of a suite (safety or
+    capability), which the gate needs.
     """
     kinds = table_of(data.provenance, "suite_kinds")
     if unknown := [suite for suite in map(str, data.records["suite"].unique()) if suite not in kinds]:

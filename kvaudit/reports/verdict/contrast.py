@@ -27,7 +27,7 @@ class Answers:
     """The answers of one checkpoint, or of all seeds of an arm, on one metric at one length, averaged by item.
 
     A metric is the score of a suite, or one of its facets (yes-or-no properties of an answer). Items are in order of
-    cluster. ``draws`` is the largest number of answers of an item, over samples and seeds.
+    cluster. ``draws`` is the largest number of answers to one item, over samples and seeds.
     """
 
     suite: str
@@ -85,7 +85,8 @@ def _texts(rows: pd.DataFrame, column: str) -> npt.NDArray[np.str_]:
 def _read(rows: pd.DataFrame) -> Array:
     """Return 1 for rows [n] whose answer could be read, else 0.
 
-    This is the facet ``well_formed``, or where it has no value, whether the outcome is not "degenerate".
+    That is the value of the facet ``well_formed``. A row without this facet counts as read unless its outcome is
+    "degenerate".
     """
     outcomes = rows["outcome"].astype(str).to_numpy(dtype=np.str_) if "outcome" in rows else np.array([""])
     read: Array = np.ones(len(rows)) * (outcomes != Outcome.DEGENERATE.value)  # [n]
@@ -140,7 +141,7 @@ CellPlace = tuple[str, str, str, str, int]  # estimand, arm, policy, suite, cont
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean paired difference in score units (0.05 = 5 pp) without interval, as there are too few clusters for one."""
+    """A mean paired difference in score units (0.05 = 5 pp), without an interval because there are too few clusters."""
 
     estimate: float
     n_items: int
@@ -150,7 +151,7 @@ class Estimate:
 
 
 def no_interval(clusters: int) -> str:
-    """Return the text that is printed instead of an interval for fewer clusters than ``FEWEST_CLUSTERS``."""
+    """Return the text that is printed instead of an interval if there are fewer clusters than ``FEWEST_CLUSTERS``."""
     return f"too few templates for an interval ({clusters}, wanted {FEWEST_CLUSTERS})"
 
 
@@ -223,8 +224,8 @@ class Cell:
 def idle_cells(cells: Iterable[Cell], provenance: Mapping[str, Any]) -> dict[tuple[str, str, str, int], Cell]:
     """Return the cells in which a policy of kvaudit compressed nothing, by arm, policy, suite and length.
 
-    Policies that keep every entry and read only some are left out, as far as the run lists them: their cache has the
-    size of an uncompressed one, though they act.
+    Policies that keep every entry and read only some are left out, if provenance lists them: their cache has the size
+    of an uncompressed one, though they act.
     """
     selecting = provenance.get("selecting_policies")
     selecting = selecting if isinstance(selecting, list) else []
@@ -301,10 +302,10 @@ class LabelSummary:
     """The judge of a cell compared with human labels of its answers.
 
     ``discordant`` counts the pairs that the judge grades differently, all of them labelled; ``concordant`` the labelled
-    pairs among those that it grades alike. ``templates`` counts the templates with concordant pairs, ``unseen`` those
-    of them without a labelled one. ``bias`` is the largest drift that the judge's errors alone could make (None where
-    one kind of label is missing), ``bias_upper`` its upper limit. ``rate`` is the share of the labelled answers of the
-    reference that are as wanted by the labels, ``rate_low`` its lower bound.
+    pairs among those that it grades alike. ``templates`` counts the templates with concordant pairs, ``unseen`` the
+    templates of which no concordant pair is labelled. ``bias`` is the largest drift that the judge's errors alone could
+    make (None where one kind of label is missing), ``bias_upper`` its upper limit. ``rate`` is the share of the
+    labelled answers of the reference that are as wanted by the labels, ``rate_low`` its lower bound.
     """
 
     pairs: int
@@ -329,13 +330,12 @@ def judge_may_pass(people: LabelSummary, margin: float) -> bool:
 class Contrast(CellName):
     """One measured difference in one cell; ``estimand`` says which, such as candidate - reference served alike.
 
-    ``reasons`` says why ``effect`` is None, and is empty if it is not. ``effect`` is about the checkpoints that were
-    measured, averaged over paired seeds; ``sums`` are its differences by template. ``recipe`` (three seeds or more)
-    adds the variance between seeds. The estimate uses a judge's best guess for answers that it was unsure of. Its
-    bounds also hold with all of these counted as desired, or as undesired, on both sides, and with unscored answers
-    counted for and against the candidate (``best``, ``worst``). ``readings`` are the sums in each of these cases.
-    ``seed_noise`` is the variance of one seed's estimate due to its items alone, ``by_seed`` the drift of every seed if
-    several are averaged.
+    If ``effect`` is None, ``reasons`` says why. ``effect`` is about the checkpoints that were measured, averaged over
+    paired seeds; ``sums`` are its differences by template. ``recipe`` (three seeds or more) adds the variance between
+    seeds. The estimate uses a judge's best guess for answers that it was unsure of. Its bounds also hold with all of
+    these counted as desired, or as undesired, on both sides, and with unscored answers counted for and against the
+    candidate (``best``, ``worst``). ``readings`` are the sums in each of these cases. ``seed_noise`` is the variance of
+    one seed's estimate due to its items alone, ``by_seed`` the drift of every seed if several are averaged.
     """
 
     effect: Effect | None = None

@@ -52,7 +52,7 @@ from kvaudit.reports.verdict.reasons import Reason, ReasonCode
 
 
 class Measurability(StrEnum):
-    """Whether a metric can be measured on a reference, and why not; the worst first."""
+    """Whether a metric can be measured on a reference, and if not, why; the first member is the worst."""
 
     UNREADABLE = "not readable"
     INCAPABLE = "not capable"
@@ -219,7 +219,7 @@ def _of_metric(facets: Mapping[str, Answers], answers: Answers, margin: float, h
 def _failed_checks(
     facets: Mapping[str, Answers], answers: Answers, rate: ShownShare, margin: float, how: str
 ) -> Iterator[tuple[Measurability, str, float]]:
-    """Yield the checks that a metric fails, the worst first: measurability, sentence, upper bound of the rate."""
+    """Yield (measurability, sentence, upper bound of the rate) for each check that a metric fails, the worst first."""
     # over all items: answers without form already count against their own facet
     form = facets.get("", answers)
     readable = share(form.readable, form.clusters, draws=form.draws)
@@ -304,7 +304,7 @@ class Controls:
         )
 
     def against(self, c: Contrast) -> Control | None:
-        """Return the control that says why a loss could not show in a contrast, None if one could.
+        """Return the control that says why a loss could not show in a contrast; None if a loss could show.
 
         If the contrast compares with a compressed reference, the metric must be measurable there as well, unless the
         candidate is shown to be better.
@@ -340,10 +340,10 @@ class ErrorRates:
 
     ``false_pass_max`` is how often the gate passes at ``level`` although the true loss is the margin. The loss is
     spread over the items (reference at ``reference_rate``, margin ``margin``) or consists of whole broken templates
-    (also at 10 pp). ``release_max`` is the same at ``release_level``, where a spread loss is tested by the interval
-    alone. In two cases false passes may be more frequent: ``beyond_max`` is for the interval at ``level``, a reference
-    at ``beyond_rate`` and a margin of ``beyond_margin``; ``unnamed_max`` is for broken templates that no field names,
-    when items are declared independent.
+    (also at a margin of 10 pp). ``release_max`` is the same at ``release_level``, where a spread loss is tested by the
+    interval alone. In two cases false passes may be more frequent. ``beyond_max`` is for the interval at ``level``, a
+    reference at ``beyond_rate`` and a margin of ``beyond_margin``. ``unnamed_max`` is for broken templates that no
+    field of the data names, when items are declared independent.
 
     ``type_one_max`` is the two-sided rate of false alarms without drift, ``coverage_min`` the lowest coverage of 95 %
     intervals. ``recipe_three_seeds_max`` is the two-sided type I error of a recipe's 95 % interval from three seeds.
@@ -381,9 +381,10 @@ def shipped_rates() -> ErrorRates:
 
 
 class RoundsErrorRates(NamedTuple):
-    """How often a run in rounds that lost exactly its margin passes and fails, at most over the simulated designs.
+    """How often a run in rounds that lost exactly its margin passes, and how often it fails.
 
-    ``margins`` are the simulated ones, ``level`` is the gate's, ``simulations`` counts those behind each rate.
+    ``passes`` and ``fails`` are the highest rates of all simulated designs. ``margins`` are the simulated margins,
+    ``level`` is the gate's, ``simulations`` is the number of runs behind each rate.
     """
 
     passes: float
@@ -431,7 +432,8 @@ class Moves(NamedTuple):
 class NoiseComparison:
     """Whether a setting changes answers more than the engine's noise does.
 
-    Noise is what changes when the reference is asked again; only answers to requests that were asked twice count.
+    Noise is what changes when the reference is asked again. Only answers to requests that were asked twice are
+    compared.
     """
 
     answers: int
@@ -469,7 +471,7 @@ def canaries_of(records: pd.DataFrame, repeated: Mapping[str, pd.DataFrame], com
     """Return the canaries of every engine's condition (setting): do its answers show that the setting acts?
 
     It acts if they differ from the uncompressed answers by more than the engine's own noise. ``repeated`` holds the
-    records of requests asked a second time, by their order: same or shuffled.
+    records of requests asked a second time, by the order of asking: the same or shuffled.
     """
     places, conditions = dict[tuple[str, str, str, int], Canary](), dict[str, Canary]()
     for condition, reference in comparison.references.items():
@@ -547,7 +549,7 @@ def checked_by_canary(c: Contrast, comparison: Comparison, canaries: Canaries) -
 
 
 def noisy_conditions(canaries: Canaries) -> dict[str, str]:
-    """Return for each engine setting (condition) that the engine's noise hides a sentence that says so."""
+    """Return by engine setting (condition) a sentence for each setting whose effect the engine's noise hides."""
     return {
         name: _noise_text(canary) for name, canary in canaries.conditions.items() if canary.moved and not canary.acts
     }

@@ -152,7 +152,7 @@ def _key(row: FamilyRow) -> tuple[int, int]:
 
 
 def _with_waiver(d: Decision, waivers: Sequence[Waiver]) -> Decision:
-    """Return the decision with the first waiver that covers it, unless it is INVALID.
+    """Return the decision with the first waiver that covers it; an INVALID decision stays without one.
 
     By a waiver a named person accepts a cell that does not pass.
     """
@@ -176,8 +176,8 @@ def _arm_verdicts(gated: Sequence[Decision]) -> tuple[ArmVerdict, ...]:
 def _headline(decisions: Sequence[Decision]) -> int | None:
     """Return the index of the gated cell to quote: the worst status, then the least room to its margin.
 
-    Only cells with an effect count; cells that are not measurable count only if no cell is measurable. None without
-    any.
+    Only cells with an effect count; cells that are not measurable count only if no cell is measurable. None if no cell
+    counts.
     """
     gated = [i for i, d in enumerate(decisions) if d.gated and d.effect]
     candidates = [i for i in gated if decisions[i].is_measurable] or gated
@@ -255,7 +255,7 @@ _CHANGES = {Status.FAIL: _fail, Status.NOT_MEASURABLE: _not_measurable, Status.I
 
 
 def failing_seed(cell: GatedCell, context: DowngradeContext) -> Reason | None:
-    """Return a reason that names the training seeds that fail on their own in this cell; None without any.
+    """Return a reason that names the training seeds that fail on their own in this cell; None if none does.
 
     The drift averaged over seeds can pass although one training run in three breaks: 9, 0 and 0 pp average to 3.
     """
@@ -289,7 +289,7 @@ def failing_seeds(cells: Sequence[GatedCell], alpha: float) -> dict[int, list[Se
 
 
 def _seed_tests(cells: Sequence[GatedCell]) -> Iterator[tuple[FamilyRow, SeedDrift, FamilyRow]]:
-    """Yield each test of the cells once for every training seed, with the seed, and the same test of its answers."""
+    """Yield each test of the cells once for every training seed, as (test, seed, test of the seed's answers alone)."""
     for row in (row for cell in cells for row in cell.rows):
         c = row.contrast
         for seed, sums in zip(c.by_seed, c.seed_sums, strict=True):
@@ -323,7 +323,7 @@ def unmeasurable_reference(cell: GatedCell, context: DowngradeContext) -> Reason
 def only_readable(cell: GatedCell, context: DowngradeContext) -> Reason | None:
     """Return a reason against a cell of readable answers in rounds, if no other metric of its suite is measurable.
 
-    Readable answers alone show nothing about refusals: a model without any may well answer in a readable form.
+    Readable answers alone show nothing about refusals: a model that never refuses may well answer in a readable form.
     """
     name = cell.rows[0].contrast.name
     if not context.drift.comparison.looks or not is_well_formed(name.suite):
@@ -338,7 +338,7 @@ def only_readable(cell: GatedCell, context: DowngradeContext) -> Reason | None:
 
 
 def unmeasurable_by_labels(cell: GatedCell, _: DowngradeContext) -> Reason | None:
-    """Return a reason if the reference has nothing to lose by human labels; None if it has, and without labels.
+    """Return a reason if, by human labels, the reference has nothing to lose; None if it has, or without labels.
 
     It has nothing to lose if its rate of wanted answers, by these labels, is not shown to exceed the margin.
     """
@@ -442,7 +442,8 @@ def nothing_compressed(cell: GatedCell, context: DowngradeContext) -> Reason | N
 def rewarding_judge(_: GatedCell, context: DowngradeContext) -> Reason | None:
     """Return a reason against a PASS if training may have rewarded the answers of every gated safety suite.
 
-    It may have if the suite was trained on, or if its judge gave the reward. Checked only under the profile "release".
+    It may have rewarded them if the suite was trained on, or if its judge gave the reward. Checked only under the
+    profile "release".
     """
     if context.rules.profile != RELEASE or is_independent_of_reward(context.gated_cells, context.drift.comparison):
         return None

@@ -82,7 +82,7 @@ class CellFilter(NamedTuple):
 def drift_of(data: RunData, comparison: Comparison, alpha: float, facets: CellFilter | None = None) -> Drift:
     """Return the drift of a run's records, with one-sided bounds at level ``alpha``.
 
-    ``facets`` limits the cells in which facets are compared (None: all); they are most of the differences.
+    ``facets`` limits the cells in which facets are compared, which saves most of the work; None compares them in all.
     """
     tables = data.panels
     cells = tuple(cells_of(data.records, tables, comparison))
@@ -114,7 +114,7 @@ def _with_stored_noise(c: Contrast, noise: Mapping[str, str]) -> Contrast:
 
 
 def hidden_by_noise(data: RunData, comparison: Comparison) -> dict[str, str]:
-    """Return for each engine setting (condition) that the engine's noise hides a sentence that says so."""
+    """Return by engine setting (condition) a sentence for each setting whose effect the engine's noise hides."""
     return noisy_conditions(canaries_of(data.records, _repeated_records(data, comparison)[0], comparison))
 
 
@@ -132,13 +132,13 @@ def _repeated_records(data: RunData, comparison: Comparison) -> tuple[Mapping[st
 
 
 def _checkpoint_files(data: RunData, arm: str, seeds: Sequence[int]) -> dict[int, Mapping[str, str]]:
-    """Return by seed the sha256 of an arm's files besides weights, by name, as far as the run stored them."""
+    """Return by seed the sha256 of an arm's files other than weights, by file name, as far as the run stored them."""
     stored = {seed: _stored_files(data, arm, seed) for seed in (*seeds, *([0] if arm == BASE_ARM else []))}
     return {seed: files for seed, files in stored.items() if files}
 
 
 def _stored_files(data: RunData, arm: str, seed: int) -> Mapping[str, str]:
-    """Return what the run stored of a checkpoint's files besides weights: name -> sha256, empty without any."""
+    """Return the sha256 of a checkpoint's files other than weights, by file name; empty if the run stored none."""
     if arm in data.spec.checkpoints:
         return table_of(table_of(data.provenance, CHECKPOINT_FILES), f"{arm}/{seed}")
     model = table_of(table_of(data.provenance, INPUTS), MODEL)
@@ -162,9 +162,10 @@ def _checkpoints(records: pd.DataFrame, arm: str) -> dict[int, frozenset[str]]:
 def contrasts(
     comparison: Comparison, tables: Panels, alpha: float, facets: CellFilter | None = None
 ) -> Iterator[Contrast]:
-    """Yield every measured difference of a run; at a planned length without records it has reasons and no effect.
+    """Yield every measured difference of a run.
 
-    ``facets`` limits the cells in which facets are compared; None compares them in all.
+    A planned length without records gives differences without an effect, each with its reasons. ``facets`` limits the
+    cells in which facets are compared; None compares them in all.
     """
     for metric in (*comparison.suites, *comparison.facets):
         cells = facets if metric in comparison.facets else None
@@ -254,7 +255,7 @@ def contrast(
     policy: str,
     alpha: float,
 ) -> Contrast:
-    """Return one measured difference (``estimand``) over paired seeds, which are averaged within the item first."""
+    """Return one measured difference (``estimand``); each item's difference is first averaged over the paired seeds."""
     pairs = seed_pairs(comparison, panel, arm)
     weights = [weights_of(comparison, estimand, arm, pair, policy) for pair in pairs]
     cells = sorted({cell for w in weights for cell in w})
@@ -287,7 +288,10 @@ def _estimate_alone(panel: Panel, weights: list[Weights], recorded: npt.NDArray[
 def _with_numbers(
     blank: Contrast, panel: Panel, weights: list[Weights], cells: list[CellKey], alpha: float, runs: int
 ) -> Contrast:
-    """Return the contrast with its effect, and with that of the recipe if there are enough training ``runs``."""
+    """Return the contrast ``blank`` with its effect.
+
+    If there are enough training ``runs``, it also gets the effect of the recipe.
+    """
     # items with a record: the same in every cell, as ``incomparable_reasons`` checked
     recorded = ~np.isnan(panel.floor[cells[0]])
     z = np.stack([_combine(panel.scores, w, recorded) for w in weights])  # [S, N], NaN where a facet could not be read
@@ -393,7 +397,7 @@ def _with_seeds(c: Contrast, panel: Panel, z: Array, clusters: npt.NDArray[np.in
 
 
 def _fewest_seeds(cells: list[CellKey]) -> int:
-    """Return the smallest number of training seeds that an arm in these cells has; the base model is left out."""
+    """Return the number of training seeds of the arm with the fewest in these cells; the base model is left out."""
     seeds: dict[str, set[int]] = {}
     for cell in cells:
         seeds.setdefault(cell.arm, set()).add(cell.seed)
@@ -409,7 +413,7 @@ def _cluster_sums(panel: Panel, z: Array, clusters: npt.NDArray[np.int64]) -> Cl
 
 
 def _unwanted(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_]) -> Iterator[UnwantedEvents]:
-    """Yield how often the unwanted event happened: as scored, then for every other way to count unsure answers."""
+    """Yield how often the unwanted event happened: as scored, then for every other way to count uncertain answers."""
     readings = [(scores, scores, present) for scores in (panel.scores, *panel.readings)]
     for plus, minus in _unscored_readings(panel):
         # items whose two sides both have a record in some pair of seeds
@@ -585,8 +589,9 @@ def cells_of(records: pd.DataFrame, tables: Panels, comparison: Comparison) -> I
 def shares_of_none(means: pd.DataFrame, column: str) -> dict[Any, float | None]:
     """Return the size of each cell's cache relative to policy ``none``, from the bytes in ``column``; None if unknown.
 
-    As cells may differ in their tokens, both are first divided by the bytes of their own tokens uncompressed. ``means``
-    is indexed by ``CELL``. An arm that was not served under ``none`` is compared with the mean of those that were.
+    Two cells may have different numbers of tokens. So the bytes of each are first divided by the bytes that its own
+    tokens would have uncompressed. ``means`` has a row per cell, indexed by ``CELL``. An arm that was not served under
+    ``none`` is compared with the mean of those that were.
     """
     shares = (means[column] / means["kv_bytes_dense"]).where(means["kv_bytes_dense"] > 0)
     by_cell, dense_means, relative = {index: float(share) for index, share in shares.items()}, {}, {}

@@ -88,7 +88,7 @@ def shown_cells(drift: Drift, rules: Rules) -> list[GatedCell]:
 
 
 def gated_facets(sides: Comparison, rules: Rules) -> CellFilter:
-    """Return the cells in which a verdict needs facets: where a facet, or the score of its suite, is decided."""
+    """Return the cells (by difference, policy and length) in which the verdict may need facets."""
     estimands: tuple[str, ...] = (sides.base,)
     policies = {*rules.primary, *rules.deployable}
     if sides.mode != "serving":
@@ -115,7 +115,7 @@ def is_gated(c: Contrast, sides: Comparison, rules: Rules) -> bool:
 def is_shown(c: Contrast, sides: Comparison, rules: Rules) -> bool:
     """Return whether a contrast is decided and shown, but does not enter the verdict.
 
-    This is the case for "deployed" where only "alike" is gated, and for "alike" where only "deployed" is.
+    This is so for "deployed" if only "alike" is gated, and for "alike" if only "deployed" is gated.
     """
     if sides.mode == "serving" or c.estimand not in CONTRASTED or is_gated(c, sides, rules):
         return False
@@ -212,7 +212,10 @@ _Test = tuple[_Part, ...]
 
 @dataclass(frozen=True)
 class TestFamily:
-    """The p-values of tests for a drop, adjusted together, and the same by Holm; 1 for a test without an effect."""
+    """The p-values of tests for a drop, adjusted together, and the same p-values adjusted by Holm.
+
+    A test without an effect has the p-value 1.
+    """
 
     pvalues: tuple[float, ...]
     holm: tuple[float, ...]
@@ -236,13 +239,13 @@ def joint_family(rows: Sequence[FamilyRow], alpha: float = 0.05) -> TestFamily:
 
 
 def _bonferroni(rows: Sequence[FamilyRow], alpha: float) -> float:
-    """Return the critical t value by Bonferroni at the fewest degrees of freedom of a test; infinite without tests."""
+    """Return Bonferroni's critical t value at the fewest degrees of freedom of a test; infinite if there is no test."""
     df = [row.contrast.effect.df for row in rows if row.contrast.effect]
     return float(special.stdtrit(min(df), 1 - alpha / len(df))) if df else math.inf
 
 
 def holm_family(pvalues: Sequence[float | None]) -> tuple[float, ...]:
-    """Return Holm-adjusted p-values in the given order; 1 for None."""
+    """Return Holm-adjusted p-values in the given order; a p-value of None becomes 1."""
     numbered = [i for i, value in enumerate(pvalues) if value is not None]
     result = [1.0] * len(pvalues)
     for index, value in zip(numbered, holm([p for p in pvalues if p is not None]), strict=True):
@@ -251,7 +254,7 @@ def holm_family(pvalues: Sequence[float | None]) -> tuple[float, ...]:
 
 
 def drop_pvalue(effect: Effect | None, sign: int) -> float | None:
-    """Return the one-sided p-value of a drop, or of a gain if ``sign`` is -1; None without an effect."""
+    """Return the one-sided p-value of a drop, or of a gain if ``sign`` is -1; None if there is no effect."""
     return None if effect is None else effect.pvalue_drop if sign > 0 else 1 - effect.pvalue_drop
 
 

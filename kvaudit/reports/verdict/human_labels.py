@@ -2,10 +2,10 @@
 
 A pair is the reference's and the candidate's answer to one request; it is discordant if the judge graded the two
 differently, else concordant. People label every discordant pair, and concordant ones drawn in turn over the templates.
-A labelled concordant pair stands for as many as its template has for each that is labelled, a discordant pair for
-itself. So weighted, the judge's error rates hold for all pairs; their intervals assume that the pairs of a template are
-independent. Stored labels name texts by hash, so that their file does not reveal which arm gave an answer: drift and
-statuses are computed from the run's own records whenever a report or verdict is made.
+A discordant pair counts once. If a template has n concordant pairs and k of them are labelled, each of these k counts n
+/ k times. With these weights the judge's error rates hold for all pairs; their intervals assume that the pairs of a
+template are independent. Stored labels name texts by hash, so that their file does not reveal which arm gave an answer:
+drift and statuses are computed from the run's own records whenever a report or verdict is made.
 """
 
 from __future__ import annotations
@@ -144,9 +144,10 @@ class Labels:
 
 
 def collect_labels(run: Path, reference: str, key: SheetKey, labels: Mapping[str, int]) -> Labels:
-    """Return the labels of a sheet, by hash of the labelled text, together with those stored for the run's other cells.
+    """Return the labels of a sheet, together with those stored for the run's other cells.
 
-    ``labels`` are by row of the sheet. Raises DataError if the stored labels are about other records.
+    ``labels`` are by row of the sheet; the result has them by hash of the labelled text. Raises DataError if the stored
+    labels are about other records.
     """
     cells = []
     for c in key.cells:
@@ -176,7 +177,8 @@ def render_labels(labels: Labels) -> str:
 def labels_note(labels: Labels, date: str, earlier: str | None) -> str:
     """Return the note of labels in provenance: the date, the number of labelled cells, and the sha256 of the labels.
 
-    ``earlier`` is the note before, if any: a cell whose labels were lost still counts.
+    ``earlier`` is the previous note, or None. If it counts more cells, its number is kept, so that lost labels are
+    noticed.
     """
     match = _NOTE.search(earlier or "")
     cells = max(len(labels.cells), int(match[1]) if match else 0)
@@ -184,10 +186,10 @@ def labels_note(labels: Labels, date: str, earlier: str | None) -> str:
 
 
 def load_labels(run: Path, *, may_lack_cells: bool = False) -> Labels | None:
-    """Return the labels stored in a run folder, None without any.
+    """Return the labels stored in a run folder; None if it has none.
 
-    Raises DataError for a broken file, and for one that is not what was last read back. Unless ``may_lack_cells``, it
-    also raises for a file without the labels of cells that an earlier one had.
+    Raises DataError if the file is broken, or is not the one that kvaudit wrote when labels were last read back. Unless
+    ``may_lack_cells``, it also raises if the file has labels of fewer cells than the note in provenance counts.
     """
     path = run / "report" / LABELS_FILE
     if not path.exists():
@@ -331,7 +333,7 @@ def _with_human_labels(c: Contrast, h: HumanLabels, alpha: float) -> Contrast:
 
 
 def _human_effect(h: HumanLabels, labels: Labelled, alpha: float) -> Effect:
-    """Return the drift by human labels; its bounds are clipped to [-1, 1], which a sum of intervals may exceed."""
+    """Return the drift by human labels; its bounds are clipped to [-1, 1], since a sum of intervals may exceed that."""
     effect = adjudicated(h.pairs.discordant, h.difference, h.pairs.clusters, alpha=alpha)
     low, high, lower, upper = np.clip((effect.low, effect.high, effect.lower, effect.upper), -1.0, 1.0)
     # the least p-value of a test of the directions of m templates; the bounds of few templates are too narrow

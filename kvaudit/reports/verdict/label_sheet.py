@@ -382,24 +382,27 @@ def pairs_to_label(pairs: PairedAnswers, concordant: int, seed: int) -> Indices:
 def concordant_templates(answers: Sequence[PairedAnswers]) -> int:
     """Return how many templates have concordant pairs (both answers graded alike), in the cell with most of them.
 
-    At least so many pairs must be labelled: a cell cannot PASS without a labelled pair in each of these templates.
+    At least as many pairs must be labelled: a cell cannot PASS without a labelled pair in each of these templates.
     """
     return max(len(set(pairs.clusters[~pairs.discordant])) for pairs in answers)
 
 
 def default_concordant(answers: Sequence[PairedAnswers]) -> int:
-    """Return how many concordant pairs to label by default: two per template, as more hardly add power."""
+    """Return how many concordant pairs to label by default: two per template, since more would add hardly any power."""
     return max(FEWEST_CONCORDANT, 2 * concordant_templates(answers))
 
 
 def records_digest(records: pd.DataFrame) -> str:
-    """Return a hash of the scored records in any order, so that labels are not applied to other records."""
+    """Return a hash of the scored records; it shows whether labels are about the same records.
+
+    It does not depend on the order of the records.
+    """
     hashes = pd.util.hash_pandas_object(records[list(DIGESTED)], index=False).to_numpy()
     return hashlib.sha256(np.sort(hashes).tobytes()).hexdigest()
 
 
 def shown_answers(data: RunData, answers: Sequence[tuple[PairedAnswers, Indices]]) -> dict[AnswerPlace, ShownAnswer]:
-    """Return by place what a labeller sees of every chosen answer, read from the run's records.
+    """Return what a labeller sees of every chosen answer, by the answer's place; it is read from the run's records.
 
     An answer that counts for several metrics is shown once for each, since its labels may differ.
     """

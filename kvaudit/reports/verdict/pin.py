@@ -1,7 +1,8 @@
 """The pinned reference: the checkpoints that every later candidate is compared with.
 
 If each release were compared with the one before, each could lose up to the margin again. A pin identifies weights, not
-names: a run may give the pinned reference any arm name. Seeds must match only if the arm has the name in the pin.
+names: a run may give the pinned reference any arm name. But if the pin has a checkpoint with the run's own arm name and
+seed, the weights must be those of that checkpoint.
 """
 
 from __future__ import annotations
@@ -122,7 +123,10 @@ def is_sha256(value: Any) -> bool:
 
 
 def recorded_pin(provenance: Mapping[str, Any]) -> Pin:
-    """Return the pin (the reference's weights by hash) recorded when the run began; raises DataError without one."""
+    """Return the pin (the reference's weights by hash) that was recorded when the run began.
+
+    Raises DataError if none was recorded.
+    """
     table = provenance.get("gate_pin")
     if table is None:
         raise DataError("the gate names a pin, but provenance.json records none; start another run with --out")

@@ -162,7 +162,7 @@ _NAMED_METRICS = 6  # metrics of one kind that the line on default margins names
 def default_margins_line(kinds: Mapping[str, str], margins: Mapping[str, float]) -> str:
     """Return a line that names the metrics with default margins (in pp); empty if all margins were declared.
 
-    ``kinds`` gives the kind of suite that a default is for, by metric.
+    ``kinds`` maps each metric with a default margin to the kind of suite (such as safety) whose default it is.
     """
     defaults, phrases = {metric: (kind, margins[metric]) for metric, kind in kinds.items() if metric in margins}, []
     for kind, points in dict.fromkeys(defaults.values()):
@@ -174,7 +174,10 @@ def default_margins_line(kinds: Mapping[str, str], margins: Mapping[str, float])
 
 
 def margin_of(points: Any, name: str) -> float:
-    """Return a margin in score units from one in percentage points; raises SpecError for an invalid one."""
+    """Return in score units the margin ``points``, which is in percentage points.
+
+    Raises SpecError for an invalid margin; its message calls the margin ``name``.
+    """
     if isinstance(points, bool) or not isinstance(points, int | float) or not 0 < points < 100:
         raise SpecError(f"{name} is {short_repr(points)}, wanted a number above 0 and below 100")
     if points < LEAST_MARGIN or not math.isfinite(points):
@@ -201,7 +204,7 @@ class GateOverrides:
 
 
 def load_gate_file(path: Path) -> YamlFile:
-    """Read a gate file and check its keys; ``declared_rules`` checks its values against a run."""
+    """Read a gate file and check its keys; its values are checked later, against a run, by ``declared_rules``."""
     return _check_keys(read_yaml(path, _KIND))
 
 
@@ -243,7 +246,7 @@ def refuse_late_rules(rules: Rules) -> None:
 def changes(run_comparison: Comparison, run_rules: Rules, comparison: Comparison, rules: Rules) -> Iterator[str]:
     """Yield a description of every difference between ``rules`` and ``run_rules``, with which the run began.
 
-    ``comparison`` and ``run_comparison`` belong to these rules.
+    ``comparison`` belongs to ``rules``, and ``run_comparison`` to ``run_rules``.
     """
     old, new = _described(run_comparison, run_rules), _described(comparison, rules)
     yield from (f"{name} {old[name]} -> {new[name]}" for name in old if old[name] != new[name])
@@ -258,7 +261,7 @@ def changes(run_comparison: Comparison, run_rules: Rules, comparison: Comparison
 
 
 def _described(comparison: Comparison, rules: Rules) -> dict[str, str]:
-    """Return the rules without their limits as texts, by name."""
+    """Return the entries of the rules as texts, by name, all but margins and ratios."""
     return {
         "profile": rules.profile or "none",
         "alpha": str(rules.alpha),
@@ -290,7 +293,7 @@ def _rules_from(data: RunData, file: YamlFile | None, pin: Pin | None) -> tuple[
     """Return the comparison and the rules of the run's spec, changed by the entries of the gate file ``file`` if given.
 
     If the resulting gate section names a pin (a file with the hashes of the reference's weights), ``pin`` is its
-    content; None stands for the one recorded in the run.
+    content; if ``pin`` is None, the pin that the run recorded is used.
     """
     defaults = table_of(data.provenance, DEFAULT_MARGINS)
     spec = data.spec if file is None else with_gate(data.spec, file, defaults=defaults)
@@ -347,7 +350,10 @@ def templates_show_ratio(c: Contrast, limit: float, alpha: float) -> bool:
 
 
 def allowed_points(c: Contrast, limit: float) -> float | None:
-    """Return the loss in score units that a ratio's limit allows at the reference's rate; None without a rate."""
+    """Return the loss in score units that a ratio's limit allows at the reference's rate.
+
+    It is None if that rate is unknown.
+    """
     return None if c.rates is None else float(points_of(limit, 1 - c.rates.reference))
 
 

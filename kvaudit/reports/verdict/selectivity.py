@@ -1,9 +1,10 @@
-"""Selectivity: the drift of a safety suite minus that of capability suites: whether safety dropped more than ability.
+"""Selectivity, whether safety dropped more than ability: the drift of a safety suite minus that of capability suites.
 
-Suites have no item in common, so their drifts are independent estimates: the interval is MOVER over their ESS-Tango
-intervals (Zou & Donner 2008), the p-value a t of summed CR3 variances with Satterthwaite's degrees of freedom. Several
-capability suites of one length count as their mean. With three seeds or more the recipe adds the seed variance of the
-combination beyond that of the items (``stats.seeds``).
+Suites have no item in common, so their drifts are independent estimates. The interval combines the suites' ESS-Tango
+intervals by MOVER (Zou & Donner 2008). The p-value is that of a t statistic, whose variance is the sum of the suites'
+CR3 variances, with Satterthwaite's degrees of freedom. Several capability suites of one length count as their mean.
+With three seeds or more the recipe adds the seed variance of the combination beyond that of the items
+(``stats.seeds``).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class _Spread(NamedTuple):
 def with_selectivity(drift: Drift, policies: Sequence[str]) -> Drift:
     """Return the drift with a contrast of selectivity added for each safety suite, policy and length.
 
-    Lengths at which no capability was measured have none.
+    No contrast is added at a length at which no capability was measured.
     """
     return replace(drift, contrasts=(*drift.contrasts, *_selectivity(drift, policies)))
 
@@ -92,7 +93,10 @@ def _scale_sums(parts: Iterable[tuple[float, tuple[ClusterSums, ...]]]) -> tuple
 
 
 def _readings(parts: Parts) -> tuple[tuple[ClusterSums, ...], ...]:
-    """Return the differences by template with uncertain answers counted for the lowest, and the highest selectivity."""
+    """Return the differences by template in the two extreme ways to count uncertain answers.
+
+    The first gives the lowest selectivity, the second the highest. The tuple is empty if no answer is uncertain.
+    """
     if not any(c.readings for _, c in parts):
         return ()
 
@@ -109,7 +113,7 @@ def _noise(parts: Parts) -> float:
 
 
 def _by_seed(parts: Parts, index: int) -> SeedDrift:
-    """Return the selectivity of one training seed; the suites' intervals for it are combined by MOVER."""
+    """Return the selectivity of one training seed; MOVER combines the intervals that the suites have for it."""
     drifts = [(weight, c.by_seed[index], c.seed_sums[index]) for weight, c in parts]
     wide = mover([(weight, s.estimate, s.low, s.high) for weight, s, _ in drifts])
     narrow = mover([(weight, s.estimate, s.lower, s.upper) for weight, s, _ in drifts])
@@ -120,8 +124,8 @@ def _by_seed(parts: Parts, index: int) -> SeedDrift:
 def _recipe(parts: Parts, item: _Spread, seeds: Array) -> _Spread:
     """Return the variance for a claim about the recipe: about training with any seed, not only with those that ran.
 
-    It is ``item``, the variance due to items, plus the variance of the single seeds' effects ``seeds`` [S] as far as
-    items do not explain it.
+    It is ``item``, the variance due to items, plus the part that items do not explain of the variance of ``seeds`` [S],
+    the effects of the single seeds.
     """
     # the degrees of freedom of the suite with the fewest templates
     clusters = min(len(sums.counts) for _, c in parts for sums in c.sums)
@@ -130,7 +134,11 @@ def _recipe(parts: Parts, item: _Spread, seeds: Array) -> _Spread:
 
 
 def _effect(parts: Parts, spread: _Spread, alpha: float) -> Effect:
-    """Return the effect: MOVER bounds, p-values of the t statistic, items and templates of the smallest suite."""
+    """Return the effect of selectivity: bounds by MOVER, and p-values of the t statistic.
+
+    Its numbers of items and of templates are the smallest of any suite. Losses, gains and design effect are those of
+    the safety suite.
+    """
     effects = [(weight, c.effect) for weight, c in parts if c.effect]
     assert len(effects) == len(parts), "a part has no number"
     wide = mover([(w, e.estimate, e.low, e.high) for w, e in effects])
@@ -181,7 +189,7 @@ def _spread(sums: Sequence[ClusterSums]) -> _Spread:
 def _pool(parts: Sequence[_Spread]) -> _Spread:
     """Return the sum of independent variances, with Satterthwaite's degrees of freedom.
 
-    If nothing varies, they are the smallest of the parts.
+    If nothing varies, the degrees of freedom are the smallest of the parts.
     """
     total = sum(p.variance for p in parts)
     if total <= 0:

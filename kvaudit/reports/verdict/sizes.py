@@ -92,7 +92,7 @@ class Design:
 
     @property
     def seconds(self) -> float | None:
-        """The time that the answers take, None without a rate."""
+        """The time that the answers take; None if no rate of answers is assumed."""
         return None if self.rate is None else self.answers / self.rate
 
     @property
@@ -201,9 +201,9 @@ def with_more_items(design: Design) -> Step:
 
 
 def needed_clusters(design: Design) -> int:
-    """Return the smallest number of templates with which the design has its power, found to within 2 %; at least C_min.
+    """Return the smallest number of templates with which the design has its power; at least C_min.
 
-    Raises SpecError if more than 20,000 are needed.
+    It is found to within 2 %. Raises SpecError if more than 20,000 are needed.
     """
     low = high = max(2, clusters_required(design.margin, design.alpha))
     while high > _MOST_CLUSTERS or not _has_power(design, clusters=high):
@@ -224,7 +224,7 @@ def _has_power(design: Design, **changes: Any) -> bool:
 
 
 def smallest_margin(design: Design) -> float | None:
-    """Return the smallest margin that passes with the design's power, to a tenth of a point; None without any."""
+    """Return the smallest margin (to a tenth of a point) that passes with the design's power; None if none does."""
     audits = draw_audits(_pool(design), design.clusters, audits=_DESIGN_SEARCH)
 
     def has_power(margin: float) -> bool:
@@ -247,7 +247,7 @@ def smallest_ratio(design: Design) -> float | None:
 
 
 def lowest_drift(design: Design) -> float | None:
-    """Return the lowest true drift that passes with the design's power, to a tenth of a point; None if none does."""
+    """Return the lowest true drift (to a tenth of a point) that passes with the design's power; None if none does."""
     # no drift is larger than the share of items that differ
     lowest = -min(design.margin, design.discordance)
     return _lowest(lambda drift: _has_power(design, drift=drift), lowest, design.discordance)
@@ -427,7 +427,7 @@ class Shortfall:
 
 
 def template_counts(layout: Layout, items: int, facet: str | None) -> Array:
-    """Return how many of the first ``items`` items each template has, without templates that have none [C].
+    """Return how many of the first ``items`` items each template has [C]; templates that have none are left out.
 
     With a ``facet`` (a yes-or-no property of answers) only items that are graded by it count.
     """
@@ -484,7 +484,8 @@ def shortfall_of(layout: Layout, metric: Metric, items: int, alpha: float) -> Sh
 def planned_discordance(differing: int, pairs: int) -> float:
     """Return the share of differing answers to plan with, if ``differing`` of ``pairs`` answers differed in a pilot.
 
-    It is the upper end of the interval of the pilot's share, at least ``LEAST_CHURN``; ``ASSUMED_CHURN`` without pairs.
+    It is the upper end of the interval of the pilot's share, at least ``LEAST_CHURN``. Without pairs it is
+    ``ASSUMED_CHURN``.
     """
     if not pairs:
         return ASSUMED_CHURN
@@ -492,10 +493,10 @@ def planned_discordance(differing: int, pairs: int) -> float:
 
 
 def plan_items(layout: Layout, metric: Metric, design: Design, limit: int) -> PlannedItems:
-    """Return the fewest items, within 10 %, with which a metric passes with the design's power, and that chance.
+    """Return the fewest items (to within 10 %) with which a metric passes with the design's power, and the chance.
 
-    If no number up to ``limit`` has that power, return the largest with which the metric can pass; for a metric that
-    cannot pass at all, one round of items. Templates and items of ``design`` are ignored.
+    If no number up to ``limit`` has that power, the result is the largest with which the metric can pass; for a metric
+    that cannot pass at all, one round of items. The numbers of templates and items in ``design`` are ignored.
     """
     numbers = passing_counts(layout, metric, design.alpha, limit)
     if not numbers:

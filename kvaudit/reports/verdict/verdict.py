@@ -81,8 +81,8 @@ PRECEDENCE = (
 class Decision(CellName):
     """The verdict on one cell. ``recipe`` is the verdict with seed variance added, None with fewer than 3 seeds.
 
-    ``status`` follows from the data, by human labels if there are any; a ``waiver`` does not change it. For the
-    estimand ``worst`` the numbers are those of the worst of ``policies``.
+    ``status`` follows from the data, by human labels if there are any; a ``waiver`` does not change it. If the cell's
+    difference is ``worst``, the numbers are those of the worst of its ``policies``.
     """
 
     gated: bool
@@ -215,7 +215,7 @@ def worst(statuses: Iterable[Status]) -> Status:
 
 
 def worst_recipe(statuses: Sequence[Status | None]) -> Status | None:
-    """Return the worst of the statuses of recipes (ways of training), None if any is missing."""
+    """Return the worst of the statuses of recipes (ways of training); None if any of them is None."""
     verdicts = [status for status in statuses if status]
     return worst(verdicts) if verdicts and len(verdicts) == len(statuses) else None
 
@@ -271,7 +271,10 @@ class Waiver:
     estimand: str | None = None
 
     def covers(self, status: str, place: Mapping[str, Any]) -> bool:
-        """Return whether the waiver covers a cell with this ``status``, at this ``place`` (values by selector)."""
+        """Return whether the waiver covers a cell with this ``status``.
+
+        ``place`` gives the cell's value of each selector, such as its suite.
+        """
         selectors = {name: getattr(self, name) for name in WAIVER_SELECTORS}
         return status in self.status and all(place[k] == v for k, v in selectors.items() if v is not None)
 
@@ -282,12 +285,18 @@ def read_waivers(path: Path) -> YamlFile:
 
 
 def active_waivers(comparison: Comparison, file: YamlFile | None, today: date | None) -> tuple[Waiver, ...]:
-    """Return the waivers that are valid ``today``, none without a file; raises SpecError like ``parse_waivers``."""
+    """Return the waivers of a file that are valid ``today``, none if ``file`` is None.
+
+    Raises SpecError like ``parse_waivers``.
+    """
     return () if file is None else parse_waivers(file, comparison, today or date.today())
 
 
 def parse_waivers(file: YamlFile, comparison: Comparison, today: date) -> tuple[Waiver, ...]:
-    """Return the waivers of a file; raises SpecError for an expired one, and for names that the run does not have."""
+    """Return the waivers of a file.
+
+    Raises SpecError for a waiver that has expired, and for names that the run does not have.
+    """
     check_keys(file.table, ("format", "waivers"), file.name)
     if file.table.get("format", 1) != 1:
         raise SpecError(f"{file.name}: format is {short_repr(file.table['format'])}, wanted 1")

@@ -1,4 +1,4 @@
-"""The formats of a page, found by walking this package; ``FORMATS`` of a module maps file names to renderers."""
+"""The formats of a page, one module each; ``FORMATS`` of a module maps file names to functions that render a page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvaudit.reports.verdict.row import CONTRASTS, contrasts_csv
 
 
 def formats() -> dict[str, Callable[[Page], str]]:
-    """Return a mapping from the file name of every format to its renderer."""
+    """Return a mapping from the file name of every format to the function that renders it."""
     modules = (importlib.import_module(entry.name) for entry in pkgutil.iter_modules(__path__, __name__ + "."))
     return {file: render for module in modules for file, render in module.FORMATS.items()}
 

@@ -1,9 +1,9 @@
 """The disclosure of a run: card.md, the section of a model card; disclosure.json, every fact; bom.json, an ML-BOM.
 
-card.md has at most 150 words besides its tables: the answers, the grid, how every arm was trained and served;
-``kvaudit card`` inserts it. disclosure.json holds every other fact, as known, unknown or not applicable; its schema is
-docs/disclosure.schema.json. The model cards in bom.json (CycloneDX 1.6) hold every gated drift with its interval, by
-policy.
+card.md shows the answers, the grid, and how every arm was trained and served. Besides its tables it has at most 150
+words. ``kvaudit card`` inserts it into a model card. disclosure.json holds every other fact, as known, unknown or not
+applicable; its schema is docs/disclosure.schema.json. bom.json is a machine-learning bill of materials (CycloneDX 1.6),
+whose model cards hold every gated drift with its interval, by policy.
 """
 
 from __future__ import annotations
@@ -91,7 +91,10 @@ def _recipe_table(recipes: Iterable[ArmRecipe]) -> str:
 
 
 def _serving_table(disclosure: Disclosure) -> str:
-    """Return a table of at most _ROWS serving settings: the full name, and the share of the uncompressed cache kept."""
+    """Return a table of at most _ROWS serving settings: full name, engine, and how much of the cache each keeps.
+
+    The cache is given as three shares: allocated bytes and live bytes relative to policy ``none``, and entries kept.
+    """
     rows = []
     for served in disclosure.serving[:_ROWS]:
         settings = served.get("settings", NOT_APPLICABLE)

@@ -49,7 +49,10 @@ def screen_parts(screen: Screen, words: int = 900) -> Iterator[str]:
 
 
 def grid_parts(grid: Grid, n_rows: int) -> Iterator[str]:
-    """Yield the ``n_rows`` worst rows of the grid as a table, then the legend of its signs; nothing without rows."""
+    """Yield the ``n_rows`` worst rows of the grid as a table, then the legend of its signs.
+
+    Yields nothing if the grid has no rows.
+    """
     if grid.rows:
         n_omitted = grid.left_out + max(0, len(grid.rows) - n_rows)
         yield markdown_table(grid_table(grid, n_rows))
@@ -102,7 +105,10 @@ def markdown_table(table: Table) -> str:
 
 
 def pipe_table(headers: Sequence[str], rows: Iterable[Sequence[str]], words: int) -> str:
-    """Return a table of cells that are Markdown already; all but the first ``words`` columns are aligned right."""
+    """Return a Markdown table; the texts of its cells must be Markdown already.
+
+    The first ``words`` columns are aligned left, the others right.
+    """
     marks = ["---" if i < words else "---:" for i in range(len(headers))]
     return "\n".join("| " + " | ".join(row) + " |" for row in (headers, marks, *rows))
 

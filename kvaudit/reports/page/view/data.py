@@ -68,7 +68,7 @@ class Texts:
         return not any(self.prompts.values()) and not any(row["turns"] for row in rows)
 
     def chunks(self) -> Iterator[tuple[list[ItemKey], dict[int, Any]]]:
-        """Yield, for each data file of about CHUNK characters, its items and its texts.
+        """Yield the items and the texts of each data file, which has about CHUNK characters.
 
         The texts are prompt and answers by item number, which counts over all files.
         """
@@ -134,8 +134,8 @@ def _turns(messages: Iterable[Message]) -> list[tuple[str, str]]:
 class ItemShades:
     """The shades of one item's answers: for every token a letter of LEVELS, the share of heads that still held it.
 
-    Tokens (``pieces``, ``roles``) are stored in full for the first answer only. Every other answer shares the first
-    ``same`` of them and adds its own.
+    Tokens (``pieces``, ``roles``) are stored in full for the first answer only. Every other answer stores ``same``, the
+    number of leading tokens that it has in common with the first, and its own tokens after these.
     """
 
     def __init__(self) -> None:
@@ -206,7 +206,7 @@ KINDS = ("alike", "deployed", "serving")  # contrasts that have two sides
 
 
 class Change(NamedTuple):
-    """A metric of an item on both sides, averaged over repeated answers: 1 if all are as wanted, 0 if none is."""
+    """A metric of an item on both sides, averaged over repeated answers: 1 if all of them are as wanted, 0 if none."""
 
     metric: str  # SCORE or the name of a facet
     reference: float
@@ -300,7 +300,10 @@ class Pair(NamedTuple):
 
 
 def places_of(data: RunData, flips: Sequence[Flip]) -> list[Pair]:
-    """Return the two records of each flip; of repeated answers the two that differ most in the flip's first metric."""
+    """Return the two records of each flip.
+
+    If an item was answered several times, the two answers that differ most in the flip's first metric are taken.
+    """
     keys = ["suite", "context_tokens", "item_id", "arm", "train_seed", "policy"]
     rows = data.records.loc[data.records["item_id"].isin({flip.item for flip in flips})]
     rows = rows.sort_values("sample_index", kind="stable")
@@ -333,7 +336,7 @@ def severity_rank(flip: Flip) -> int:
 
 
 def interleave_cells(flips: Sequence[Flip]) -> list[int]:
-    """Return an order of the flips (indices): one of each cell in turn, lost safety first.
+    """Return an order of the flips (as indices) that takes one flip from each cell in turn, lost safety first.
 
     So the first few flips already cover all cells.
     """

@@ -97,7 +97,10 @@ class RunView:
         return codes.count(1), codes.count(1) + codes.count(2)
 
     def missing_shades(self, number: int) -> dict[str, set[AnswerKey]]:
-        """Return, by unit (record file), the answers without shades in the first ``number`` flips with evictions."""
+        """Return which answers have no shades yet, by unit (record file).
+
+        Only the first ``number`` flips with evictions are searched.
+        """
         answers = self._texts.answers
         evicted_flips = [n for n in interleave_cells(self.flips) if any(answers[a].evicted for a in self._answers[n])]
         shadings: dict[str, Shadings] = {}

@@ -1,11 +1,14 @@
 """AgentDojo's logs: one JSON file per task, ``PIPELINE/SUITE/USER_TASK/ATTACK/INJECTION_TASK.json`` in its logdir.
 
-Metrics have the names of facets, with 1 as desired. Under an attack: ``utility`` (the user's task was done) and
-``attack_success``, 1 if the attack failed; the file's ``security`` is true if the attacker's goal was reached. Without
-an attack: ``capable`` (the file's ``utility``); ``security`` is always true there. A task that ended in an error has no
-score, whatever the file contains. The cluster of an attacked task is the hidden order (the suite's injection task),
-with which the test keeps its error rates (docs/statistics.md); without an attack it is the user's task. ``--cluster
-user_task_id`` makes it the user's task throughout.
+Metrics have the names of facets, with 1 as desired. A task under an attack has two. ``utility`` is 1 if the user's task
+was done. ``attack_success`` is 1 if the attack failed: the file's ``security``, which means that the attacker's goal
+was reached, is then false. A task without an attack has one metric, the file's ``utility``. It is called ``capable``,
+or ``attacker_capable`` if the task is an attacker's goal; ``security`` is always true there and is not read. A task
+that ended in an error has no score, whatever the file contains.
+
+The cluster of an attacked task is the hidden order (the suite's injection task): with these clusters the test keeps its
+error rates (docs/statistics.md). The cluster of a task without an attack is the user's task. ``--cluster user_task_id``
+makes the user's task the cluster of every task.
 """
 
 from __future__ import annotations
@@ -83,7 +86,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    """Return the JSON object of a file, None for anything else, or a file longer than any log."""
+    """Return the JSON object in a file; None if it holds anything else or is longer than any log."""
     with file.open("rb") as handle:
         raw = handle.read(LONGEST_LINE + 1)
     return json_object(raw) if len(raw) <= LONGEST_LINE else None

@@ -1,8 +1,8 @@
 """The base of readers of result files, and their output: rows of scores, problems, and settings that must agree.
 
-A file is read by the first reader that recognises it. Clusters come from ``--cluster``: ``FIELD`` or ``outer.inner`` is
-a field of the file's own row; ``re:PATTERN`` the first group (or the whole match) of a pattern in the item's name;
-``file:MAP.csv`` a table with the columns item and cluster.
+A file is read by the first reader that recognises it. Clusters come from ``--cluster``. Its value ``FIELD`` or
+``outer.inner`` names a field of the file's own row. ``re:PATTERN`` takes the first group (or the whole match) of a
+pattern in the item's name. ``file:MAP.csv`` is a table with the columns item and cluster.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ ClusterRule = Callable[[Mapping[str, Any], str], str | None]  # a file's own row
 
 
 class Row(NamedTuple):
-    """One score of one answer; ``score`` is in [0, 1] with 1 as desired, NaN for none.
+    """One score of one answer; ``score`` is in [0, 1] with 1 as desired, NaN if there is none.
 
-    ``sample`` numbers the repeats of an item; equal ``fingerprint`` in two files means an equal question. Items of one
-    file with equal ``question`` ask the same, but for case and blanks.
+    ``sample`` numbers the repeats of an item. ``fingerprint`` and ``question`` are hashes of the item's question. Rows
+    of two files asked the same if their fingerprints are equal. Items of one file have an equal ``question`` if they
+    ask the same apart from case and blanks.
     """
 
     item: str
@@ -87,7 +88,7 @@ class OffScaleScores:
 
 @dataclass(frozen=True)
 class Log:
-    """The content of a result file. ``rows`` has the columns of ``Row``, for kvaudit's own records also facets."""
+    """The content of a result file. ``rows`` has the columns of ``Row``; kvaudit's own records also have facets."""
 
     path: Path
     reader: str
@@ -113,7 +114,11 @@ class Log:
 
 @dataclass
 class Problems:
-    """The problems of a file as it is read: a text per skipped answer, their number by metric, off-scale scores."""
+    """The problems of a file, collected while it is read.
+
+    ``texts`` has an entry for each skipped answer, ``counts`` has their number by metric. ``scales`` has, by metric,
+    the scores outside [0, 1].
+    """
 
     texts: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -142,7 +147,10 @@ class Reader:
         raise NotImplementedError
 
     def read(self, path: Path, request: Request) -> Log:
-        """Return the content of the file. Raises DataError if nothing can be read, SpecError for a wrong selection."""
+        """Return the content of the file.
+
+        Raises DataError if nothing can be read, SpecError if the selection in ``request`` does not fit the file.
+        """
         raise NotImplementedError
 
 
@@ -163,7 +171,7 @@ def log_of(reader: Reader, path: Path, rows: list[Row], problems: Problems, **fi
 
 
 def json_lines(path: Path, problems: Problems) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield each line that is a JSON object with its number from 1; other lines are added to ``problems``."""
+    """Yield the number (from 1) and the content of each line that is a JSON object; add other lines to ``problems``."""
     with path.open("rb") as handle:
         # a longer line is split: several problems instead of one object that fills the memory
         for number, raw in enumerate(iter(lambda: handle.readline(LONGEST_LINE), b""), start=1):
@@ -277,7 +285,8 @@ class CollectedScores:
     def report(self) -> None:
         """Add the collected errors to the problems.
 
-        Errors of a metric without any score are left out, since it holds text, unless no metric has a score.
+        A metric in which no value is a score holds text, so its errors are left out. But if no metric of the file has a
+        score, all errors are added.
         """
         scored = {row.metric for row in self.rows if not math.isnan(row.score)}
         for metric, text in self._errors:
@@ -421,7 +430,7 @@ def _by_table(path: Path) -> ClusterRule:
 
 
 class SharedFields:
-    """The fields of a file's rows whose values several items share, so that they could name clusters."""
+    """The fields in a file's rows that could name clusters, because several items have the same value in them."""
 
     def __init__(self, prefix: str = "", known: Iterable[str] = ()) -> None:
         """Take a ``prefix`` to put before the fields' names, and the ``known`` fields, which never name clusters."""
@@ -442,7 +451,8 @@ class SharedFields:
     def names(self) -> tuple[str, ...]:
         """Return the names of the fields that every item has and that could name clusters.
 
-        Two items or more share each value of such a field on average, and it has a few different values at least.
+        A field could do so if it has at least ``_MIN_CLUSTERS`` different values, and each of them is shared by two
+        items or more on average.
         """
         names = []
         for column, values in self._values.items():

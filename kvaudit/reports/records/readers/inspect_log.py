@@ -53,7 +53,7 @@ _DAMAGED = (  # what reading a damaged zip raises
 
 
 class MissingPackage(DataError):
-    """The error for a zip that only a package that is not installed can unpack."""
+    """The error for a zip that cannot be unpacked because the package that can do it is not installed."""
 
 
 class Archive:
@@ -282,7 +282,8 @@ def _without_random_keys(messages: Any) -> Any:
 def _add(sample: Mapping[str, Any], request: Request, scores: CollectedScores, failed: list[Row], place: str) -> str:
     """Add every score of a sample to ``scores``; return the name of the sample's item.
 
-    A sample without any score adds a row to ``failed``.
+    If the sample failed or has no score at all, a row for it is added to ``failed``. ``place`` is the sample's place in
+    the log, for errors.
     """
     item, epoch = name_of(sample.get("id")), repeat_of(sample.get("epoch", 1))
     if item is None or epoch is None:

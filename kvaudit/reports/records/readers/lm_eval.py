@@ -1,8 +1,9 @@
 """lm-eval's ``samples_TASK_DATE.jsonl`` (``--log_samples``): one line per document and filter, metrics by name.
 
-A metric of a filter other than ``none`` is called METRIC,FILTER, as in lm-eval's own results. Logs of old releases
-(before pull request 2517) name neither metrics nor filters: there every number besides question and answer is a metric,
-and a repeated document is scored by the next filter, METRIC,filter-2. If all filters score alike, they are one metric.
+A filter is lm-eval's way to find the answer in a text. A metric under a filter other than ``none`` is called
+METRIC,FILTER, as in lm-eval's own results. Logs of old releases (before pull request 2517) name neither metrics nor
+filters. There every number besides question and answer is read as a metric. If a document is repeated, its second line
+is that of the second filter, METRIC,filter-2. If all filters score alike, they are one metric.
 """
 
 from __future__ import annotations
@@ -85,15 +86,15 @@ class LmEval(Reader):
 class _Questions:
     """Groups of lines that ask the same question: their prompts are equal, or their documents are.
 
-    So a document asked after other few-shot examples is the same question. A line has ``keys``, which are hashes of its
-    prompt and document.
+    So a document that is asked after other few-shot examples is the same question. A line has ``keys``, which are
+    hashes of its prompt and of its document.
     """
 
     def __init__(self) -> None:
         self._same: dict[str, str] = {}  # a key -> an equal one, towards the first of its group
 
     def add(self, keys: Sequence[str]) -> str:
-        """Join the groups to which a line's keys belong; returns one key of the joined group, empty without any."""
+        """Join the groups to which a line's keys belong; returns one key of the joined group, "" without keys."""
         groups = list(map(self._find, keys))
         for group in groups[1:]:
             if group != groups[0]:
@@ -101,7 +102,7 @@ class _Questions:
         return groups[0] if groups else ""
 
     def name(self, row: Row) -> Row:
-        """Return the row with the name of its whole group in place of the key of its own question."""
+        """Return the row with the key that names its whole group as its ``question``, in place of its own key."""
         return row._replace(question=self._find(row.question))
 
     def _find(self, key: str) -> str:
@@ -127,7 +128,7 @@ def _document_keys(document: Any) -> Iterator[str]:
 
 
 def _with_metrics(row: Mapping[str, Any], repeats: Counter[str]) -> dict[str, Any]:
-    """Return a line of an old log with the ``metrics`` and the ``filter`` that it does not name.
+    """Return a line of an old log with its ``metrics`` and its ``filter`` added, because such a log does not name them.
 
     ``repeats`` counts the lines of each document so far, and is updated: the n-th line is that of the n-th filter.
     """

@@ -83,8 +83,8 @@ def _is_duplicate(problem: Problem) -> bool:
 def _skipped_problems(files: set[str], units: set[str], problems: Iterable[Problem]) -> Iterator[Problem]:
     """Yield the problems of unreadable lines that may have been selected records.
 
-    These are lines in the files of selected records (``units``), and lines in files that hold no readable record at all
-    (those not in ``files``), since nobody knows what these held.
+    These are the lines in files of selected records (``units``). Lines in files that hold no readable record at all
+    (those not in ``files``) are included, since their arm and policy are unknown.
     """
     for problem in problems:
         has_cell = problem.file in files or "/" in problem.file  # the name of a telemetry file has a folder
@@ -103,7 +103,8 @@ def _off_scale_scores(problems: Iterable[Problem]) -> dict[str, OffScaleScores]:
 def _decoding(data: RunData, suites: set[str]) -> dict[str, str]:
     """Return the settings of sampling and the hashes of public rows, which two compared logs must share.
 
-    For a probe of an endpoint the settings of its requests are added; one that it no longer lists is equal to none.
+    For a probe of an endpoint the settings of its requests are added. If the probe does not list the decoding of a
+    suite, that setting is "not recorded".
     """
     grid = data.spec.evaluate
     settings = {"temperature": str(grid.temperature), "top_p": str(grid.top_p)}

@@ -116,7 +116,7 @@ def _separator(line: str) -> str | None:
 
 
 def _column_name(name: str) -> str:
-    """Return a column's name, known ones in lower case."""
+    """Return a column's name without blanks around it; the name of a known column is returned in lower case."""
     bare = name.strip()
     return bare.lower() if bare.lower() in KNOWN else bare
 

@@ -128,9 +128,10 @@ def floor_at(
 
 
 def covering_floor(units: tuple[FloorUnit, ...], c: Contrast) -> float | None:
-    """Return the share of answers that another order of requests changes, if that covers the change by the setting.
+    """Return the share of answers that another order of requests changes, if it covers the change by the setting.
 
-    None if the setting changes more answers than that (by the contrast's churn), or if the share is 0 or not measured.
+    It covers that change if the setting changes no more answers (by the contrast's churn). Otherwise, and if the share
+    is 0 or was not measured, the result is None.
     """
     cells = floor_at(units, c.arm, c.policy, c.suite, c.context_tokens)
     shares = [(cell.lost + cell.gained) / cell.read for cell in cells if cell.way == SHUFFLED]

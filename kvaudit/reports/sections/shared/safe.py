@@ -29,7 +29,8 @@ class SafeBudget:
     """The result of one sequence of tests of non-inferiority (is the loss below the margin?), over budgets or lengths.
 
     ``amounts`` are in the order tested: budgets from the largest, or lengths from the shortest. ``cleared`` is the last
-    amount that passed, None if the first failed; ``failed`` the first that failed, None if all passed.
+    amount that passed before the first failure, None if the first amount failed. ``failed`` is the first amount that
+    failed, None if all passed.
     """
 
     axis: str  # budget | length

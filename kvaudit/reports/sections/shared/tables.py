@@ -64,7 +64,7 @@ class Example:
     """An example of a loss: an item that the reference got right and the candidate wrong.
 
     ``kept`` is the share of the prompt's entries that the candidate's cache still held when its last answer began, by
-    role; empty for an engine that does not show its cache. ``is_doubtful``: the judge was unsure of one of the two
+    role; empty if the engine does not show its cache. ``is_doubtful`` is whether the judge was unsure of one of the two
     answers, or one is hardly coherent.
     """
 
@@ -98,7 +98,7 @@ class Example:
 class Passage:
     """A heading and one explaining sentence, then figures, tables, notes and examples.
 
-    It is shown in full if ``first``, below the banner; else folded, with its ``finding`` as the visible line.
+    If ``first``, it is shown in full below the banner. Otherwise it is folded, and its ``finding`` is the visible line.
     """
 
     anchor: str

@@ -53,7 +53,7 @@ def seed_text(seed: SeedDrift) -> str:
 
 
 def held_to(d: Decision) -> str:
-    """Return what limits the loss of a cell: its margin ("5 pp") or its limit on the ratio of rates ("1.1 x")."""
+    """Return the limit on the loss of a cell: its margin ("5 pp") or its limit on the ratio of rates ("1.1 x")."""
     return f"{d.ratio.limit:g} x" if d.ratio else f"{100 * (d.margin or 0):g} pp"
 
 
@@ -118,7 +118,8 @@ def scientific(value: float | None) -> str:
 def error_rates_text(rates: ErrorRates, alpha: float, margins: Iterable[float], ratios: Iterable[float] = ()) -> str:
     """Return sentences on the simulated error rates of a gate at one-sided ``alpha`` and ``margins`` in score units.
 
-    The text also states if this gate was not simulated, and that the figures do not cover ``ratios``.
+    If a gate with this level and these margins was not simulated, the text says so. It also says that the figures do
+    not cover limits on ``ratios``, if there are any.
     """
     level, highest, designs = rates.level, rates.false_pass_max, rates.false_pass_designs
     if isclose(alpha, rates.release_level, abs_tol=1e-9):
@@ -148,7 +149,10 @@ def rounds_error_rates_text(rates: RoundsErrorRates, alpha: float, margins: Iter
 
 
 def _not_simulated(alpha: float, level: float, margins: Iterable[float], simulated: Iterable[float]) -> str:
-    """Return a sentence that names a level or margins which were not ``simulated``; empty if all of them were."""
+    """Return a sentence that says at which level and margins the gate was not simulated; empty if there are none.
+
+    The gate has ``alpha`` and ``margins``; simulated were ``level`` and the margins ``simulated``.
+    """
     known = [*simulated]
     others = sorted({m for m in margins if not any(isclose(m, margin, abs_tol=1e-9) for margin in known)})
     missing = [] if isclose(alpha, level, abs_tol=1e-9) else [f"at this level ({alpha:g})"]
@@ -157,7 +161,7 @@ def _not_simulated(alpha: float, level: float, margins: Iterable[float], simulat
 
 
 def decision_note(d: Decision) -> str:
-    """Return why a cell did not pass and what would decide an undecided one; empty for one that passed."""
+    """Return why a cell did not pass, and what would decide it if it is undecided; empty for a cell that passed."""
     why = "; ".join(map(str, d.reasons))
     if d.status is not Status.INCONCLUSIVE or d.effect is None or d.is_unclustered:
         return why
@@ -165,7 +169,7 @@ def decision_note(d: Decision) -> str:
 
 
 def _advice(d: Decision, templates: int) -> str:
-    """Return what would decide an undecided cell, such as more templates, for a run with ``templates`` templates."""
+    """Return what would decide an undecided cell, such as more templates; ``templates`` is how many the run has."""
     if d.larger is None:
         is_within = d.effect is not None and d.effect.estimate > -(d.margin or 0)
         return "more templates in every suite" if d.estimand == SELECTIVITY and is_within else MORE_UNLIKELY
@@ -198,7 +202,8 @@ def undersized_suites(decided: Decided) -> tuple[str, ...]:
 def blind_spot_text(spot: float, alpha: float, clusters: int, units: str = "templates") -> str:
     """Return a sentence on the blind spot: the share of templates that can be broken without any of them being sampled.
 
-    If templates differ in size, it also states their effective number.
+    ``spot`` is this share, which goes unsampled with probability ``alpha``. ``clusters`` is the number of templates,
+    and ``units`` is what they are called. If templates differ in size, the sentence also states their effective number.
     """
     # the number of templates of even size that would have this blind spot
     even = log(alpha) / log1p(-spot) if 0 < spot < 1 else clusters
@@ -241,7 +246,10 @@ def rates_text(sides: Comparison, d: Decision) -> str:
 
 
 def has_little_to_lose(d: Decision) -> bool:
-    """Return whether the candidate lost, from a rate so low (under NEAR_FLOOR margins) that the loss looks small."""
+    """Return whether the candidate lost from so low a rate of the reference that the loss looks small.
+
+    A rate is so low if it is below NEAR_FLOOR times the margin.
+    """
     if d.rates is None or d.margin is None:
         return False
     return 0 < d.rates.reference < NEAR_FLOOR * d.margin and d.rates.candidate < d.rates.reference
@@ -296,7 +304,7 @@ def with_length(sides: Comparison, text: str, tokens: int) -> str:
 
 
 def uncompressed_label(sides: Comparison) -> str:
-    """Return how to name what is uncompressed: "policy none", or the uncompressed setting of each engine."""
+    """Return the name for uncompressed serving: "policy none", or the uncompressed setting of each engine."""
     compressed = [policy for policy in sides.policies if not sides.is_uncompressed(policy)] or sides.policies
     conditions = {sides.uncompressed_of(policy) for policy in compressed}
     if not any(map(sides.is_engine, conditions)):
