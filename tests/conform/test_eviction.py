@@ -18,7 +18,7 @@ from kvaudit.core.errors import SpecError
 
 __all__ = ["pytest_generate_tests"]
 LONG = 10_000  # tokens seen after which no budget changes any more
-SCRIPT = (40, -7, 21, -6)  # a prompt, an answer, a message, an answer
+SCRIPT = (24, -5, 18, -3)  # a prompt, an answer, a message, an answer
 
 
 def compresses_now(policy: Policy, budget: int, now: Moment, entries: float, since: int) -> bool:
@@ -62,7 +62,7 @@ def test_what_left_never_returns(scheduled: Policy) -> None:
 
 def test_sink_and_window_stay(evictor: Policy) -> None:
     policy = roomy(evictor)
-    for now in moments(shared(), policy, (120, -10, 30, -5)):
+    for now in moments(shared(), policy, (64, -4, 20, -2)):
         protected = {j for j in range(now.seen) if j < policy.sink or j >= now.seen - policy.window}
         assert all(protected <= head for layer in now.held for head in layer)
 
