@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import typer
-from conftest import with_figures
 from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
@@ -35,7 +34,7 @@ train:
   seeds: [1]
   policy: "streaming:budget=64,sink=4,window=8"
   suites: [math]
-  context_tokens: 900
+  context_tokens: 400
   steps: 2
   prompts_per_step: 1
   group: 2
@@ -43,7 +42,7 @@ train:
 evaluate:
   policies: [none, "streaming:budget=64,sink=4,window=8"]
   suites: {{math: {{items: 2, max_new_tokens: 8}}}}
-  context_tokens: [900]
+  context_tokens: [400]
 """
 
 
@@ -59,8 +58,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Pat
     """A whole run; tests that damage it work on a copy."""
     folder = tmp_path_factory.mktemp("finished")
     (folder / "spec.yaml").write_text(SPEC.format(model=tiny_folder))
-    with with_figures():
-        code, out, err = kvaudit("run", folder / "spec.yaml", "--out", folder / "run", "--threads", 1)
+    code, out, err = kvaudit("run", folder / "spec.yaml", "--out", folder / "run", "--threads", 1)
     assert code == 0, out + err
     (folder / "out.txt").write_text(out)
     return folder
@@ -96,7 +94,7 @@ def refused_model(model: Path, policy: str = "none") -> str:
         "model": str(model),
         "evaluate": {"policies": list(dict.fromkeys(("none", policy))), "suites": suites},
     }
-    spec["evaluate"]["context_tokens"] = [900]
+    spec["evaluate"]["context_tokens"] = [400]
     with TemporaryDirectory() as folder:
         path = Path(folder) / "spec.yaml"
         path.write_text(json.dumps(spec))
@@ -173,8 +171,8 @@ def test_gate_exits_by_verdict(finished: Path) -> None:
         ("{math:", "{meth:", "unknown suite 'meth'. Did you mean 'math'?"),
         ('"streaming:', '"streamin:', "unknown policy or engine 'streamin'. Did you mean 'streaming'?"),
         ("budget=64", "budget=8", "budget=8 is below sink + window"),
-        ("context_tokens: [900]", "context_tokens: [9000]", "evaluate.context_tokens 9000 and an answer of suite math"),
-        ("context_tokens: 900", "context_tokens: 9000", "train.context_tokens 9000 and an answer of suite math"),
+        ("context_tokens: [400]", "context_tokens: [9000]", "evaluate.context_tokens 9000 and an answer of suite math"),
+        ("context_tokens: 400", "context_tokens: 9000", "train.context_tokens 9000 and an answer of suite math"),
         ("model: /", "model: /nowhere/", "is no folder, .gguf file or hub id"),
         ("name: tiny", "name: tiny\nmodel2: x", "unknown key 'model2'. Did you mean 'model'?"),
         ("model: /", "model: ${KVAUDIT_UNSET}/", "the environment variable KVAUDIT_UNSET is not set"),
@@ -188,7 +186,7 @@ def test_a_wrong_spec_is_refused(spec: Path, tmp_path: Path, old: str, new: str,
 
 
 def test_what_would_fail_in_evaluation_fails_before_training(spec: Path, tmp_path: Path) -> None:
-    spec.write_text(spec.read_text().replace("context_tokens: [900]", "context_tokens: [900, 20]"))
+    spec.write_text(spec.read_text().replace("context_tokens: [400]", "context_tokens: [400, 20]"))
     assert "context_tokens 20 is too short" in refused("run", spec, "--out", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -196,9 +194,9 @@ def test_what_would_fail_in_evaluation_fails_before_training(spec: Path, tmp_pat
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("context_tokens: [900]", "context_tokens: [9000]", "evaluate.context_tokens 9000"),
-        ("context_tokens: [900]", "context_tokens: [20]", "evaluate.suites math: context_tokens 20 is too short"),
-        ("context_tokens: 900", "context_tokens: 20", "train.suites math: context_tokens 20 is too short"),
+        ("context_tokens: [400]", "context_tokens: [9000]", "evaluate.context_tokens 9000"),
+        ("context_tokens: [400]", "context_tokens: [20]", "evaluate.suites math: context_tokens 20 is too short"),
+        ("context_tokens: 400", "context_tokens: 20", "train.suites math: context_tokens 20 is too short"),
         ("model: /", "model: /nowhere/", "is no folder, .gguf file or hub id"),
     ],
 )

@@ -390,7 +390,7 @@ def test_unscored_answers_are_invalid_beyond_one_percent(tmp_path, gaps, code):
     assert compare(pair(tmp_path, [1] * 300, b), "score").verdict.exit_code == code
 
 
-@pytest.mark.parametrize("lost", [8, 9, 10])
+@pytest.mark.parametrize("lost", [8, 9])
 @pytest.mark.parametrize("where", [slice(0, 3), slice(297, 300)], ids=["where the other is wrong", "where it is right"])
 def test_what_the_reference_has_no_score_of_passes_nothing(tmp_path, lost, where):
     """Unscored counts 0: on the reference's side that would be a loss undone, or a gain."""
@@ -728,15 +728,12 @@ def attacked(folder: Path, before: int, after: int) -> list[Path]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("after", "ratio", "code"), [(300, 1.2, 0), (330, 1.12, 3), (302, 1.01, 4), (330, 1.5, 0), (420, 1.2, 3)]
-)
+@pytest.mark.parametrize(("after", "ratio", "code"), [(330, 1.5, 0), (330, 1.12, 3), (302, 1.01, 4)])
 def test_a_ratio_decides_in_place_of_a_margin(tmp_path, after, ratio, code):
     paths = attacked(tmp_path, 300, after)
-    (suite,) = compare(sides(*paths), "score").findings.rules.margins
-    done = run_command(*paths, "--ratio", f"{suite}={ratio}")
+    done = run_command(*paths, "--ratio", f"all={ratio}")
     assert done.exit_code == code, done.output
-    found = compare(sides(*paths), "score", ratios={suite: ratio})
+    found = compare(sides(*paths), "score", ratios={"all": ratio})
     assert found.findings.rules.margins == {}
     (decision,) = found.verdict.decisions
     assert decision.ratio.limit == ratio
