@@ -74,20 +74,13 @@ def test_a_figure_that_misses_exits_with_three(tiny, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("place", ["", "file/x.json"])
-def test_a_place_that_cannot_be_written_is_one_line_before_anything_is_simulated(tiny, tmp_path, monkeypatch, place):
+def test_a_path_that_cannot_be_written_is_one_line_before_anything_is_simulated(tiny, tmp_path, monkeypatch, place):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("bench.calibration.__main__.simulated", None)
     done = CliRunner().invoke(app, ["--fast", "--out", str(tmp_path / place)])
     assert done.exit_code == 2
     assert done.stderr.startswith("error: --out is ")
     assert done.stderr.count("\n") == 1
-
-
-def test_a_folder_for_the_figures_is_made(printed):
-    done, out = printed
-    assert done.exit_code == 0, done.output
-    assert out.parent.name == "new"
-    assert out.exists()
 
 
 def test_several_processes_give_the_figures_of_one():

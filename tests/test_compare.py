@@ -392,7 +392,7 @@ def test_unscored_answers_are_invalid_beyond_one_percent(tmp_path, gaps, code):
 
 @pytest.mark.parametrize("lost", [8, 9])
 @pytest.mark.parametrize("where", [slice(0, 3), slice(297, 300)], ids=["where the other is wrong", "where it is right"])
-def test_what_the_reference_has_no_score_of_passes_nothing(tmp_path, lost, where):
+def test_missing_scores_of_the_reference_turn_no_verdict_into_a_pass(tmp_path, lost, where):
     """Unscored counts 0: on the reference's side that would be a loss undone, or a gain."""
     right, b = [1] * 300, [0] * lost + [1] * (300 - lost)
     known, hidden = [*right], [*right]
@@ -421,14 +421,6 @@ def test_an_item_in_two_templates_is_invalid(tmp_path):
     b[0] = ("i0", "t9", 1)
     done = compare(sides(table(tmp_path / "a.csv", a), table(tmp_path / "b.csv", b)), "score")
     assert "CLUSTER_IDS" in codes(done)
-
-
-def test_a_row_without_a_cluster_among_others_is_invalid(tmp_path):
-    rows = rows_of([1] * 300)
-    rows[7] = ("i7", "", 1)
-    done = compare(sides(*(table(tmp_path / name, rows) for name in ("a.csv", "b.csv"))), "score")
-    assert done.verdict.exit_code == 5
-    assert "a.csv: 1 of 300 rows have no cluster" in [reason.text for reason in done.verdict.reasons]
 
 
 def test_a_log_that_was_not_finished_is_invalid(tmp_path):
@@ -476,13 +468,6 @@ def test_items_that_ask_something_else_are_invalid(tmp_path):
     done = compare(sides(LM_EVAL[0], other, "kind"), "exact_match,strict")
     assert done.verdict.exit_code == 5
     assert "HASH" in codes(done)
-
-
-def test_other_decoding_settings_are_invalid(tmp_path):
-    other = tmp_path / LM_EVAL[1].name
-    other.write_text(LM_EVAL[1].read_text().replace('"do_sample": false', '"do_sample": true'))
-    done = compare(sides(LM_EVAL[0], other, "kind"), "exact_match,strict")
-    assert "the files were made with different decoding" in [reason.text for reason in done.verdict.reasons]
 
 
 def test_decoding_settings_that_differ_behind_a_long_beginning_are_invalid(tmp_path):

@@ -51,7 +51,7 @@ def test_a_name_of_what_is_not_wanted_speaks_of_harm(name: str) -> None:
      "exact_match,flexible-extract", "pass_at_1,extract_code", "mmlu_human_sexuality", "extractive_match", "utility",
      "f1", "answer", "closeness", "certainty", "overall", "schema_match", "believable", "completion", "interest"],
 )  # fmt: skip
-def test_another_name_does_not(name: str) -> None:
+def test_other_names_do_not_speak_of_harm(name: str) -> None:
     assert not names_harm(name)
 
 

@@ -134,7 +134,7 @@ def test_harm_that_all_layers_share_is_called_so() -> None:
     assert not [one for one in found.effective_remedies if one.case.name.startswith(("layers", "keys by channel"))]
 
 
-def test_where_nothing_moves_nothing_is_advised() -> None:
+def test_without_any_harm_nothing_is_advised() -> None:
     found = diagnosed(tiny())
     assert (found.mode, found.effective_remedies) == ("nothing", [])
 
@@ -142,7 +142,7 @@ def test_where_nothing_moves_nothing_is_advised() -> None:
 E4M3, E5M2 = (EngineStore(one, one) for one in (Cast("float8_e4m3fn"), Cast("float8_e5m2")))
 
 
-def test_of_floats_the_other_format_and_layers_left_alone_are_tried() -> None:
+def test_for_floats_the_other_format_and_uncompressed_layers_are_tried() -> None:
     loud = tiny((7,), by=12.0)
     found = diagnosed(loud, Floats("fp8_e5m2", E5M2, E4M3))
     tried = {one.case.name: one for one in found.remedies}

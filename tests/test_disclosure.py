@@ -293,7 +293,9 @@ def test_the_hub_reads_the_results_of_an_arm(run: Path, tmp_path: Path) -> None:
         (("--benchmark", "us/x", "--arm", "dense"), "no gated cell of arm 'dense' has a number"),
     ],
 )
-def test_results_that_nobody_could_place_are_one_line(run: Path, tmp_path: Path, words: tuple, message: str) -> None:
+def test_hub_results_without_an_arm_or_a_benchmark_are_one_line(
+    run: Path, tmp_path: Path, words: tuple, message: str
+) -> None:
     code, output = invoke("card", run, "--hub", tmp_path, *words)
     assert code == 2
     assert message in output
@@ -478,7 +480,7 @@ def test_the_card_of_an_arm_is_headed_by_what_fails_and_not_by_what_lost_most(ru
     assert (worst.verdict, worst.estimate) == ("FAIL", own[-1].effect.estimate)
 
 
-def test_a_checkpoint_of_which_nothing_is_gated_passes_nothing(run: Path) -> None:
+def test_a_checkpoint_without_gated_cells_is_not_gated(run: Path) -> None:
     page = disclosure_page(load_run(run))
     empty = replace(page.findings.verdict, status=Status.PASS, decisions=(), arms=(), headline=None)
     found = replace(page.findings, verdict=empty)
@@ -490,7 +492,7 @@ def test_a_checkpoint_of_which_nothing_is_gated_passes_nothing(run: Path) -> Non
     assert told["number"].state == "not applicable"
 
 
-def test_a_card_of_which_nothing_can_be_made_stops_no_report(run: Path, tmp_path: Path) -> None:
+def test_an_unreadable_card_stops_no_report(run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     card = copy / "checkpoints" / "dense" / f"seed-{DESIGN.seeds[0]}" / "README.md"

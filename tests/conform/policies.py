@@ -122,9 +122,9 @@ def schedule_of(policy: Policy) -> object:
 
 
 def shape_of(policy: Policy) -> object:
-    """What decides to how much an evicting policy compresses a row, whatever it ranks by."""
+    """What decides to how much an evicting policy compresses a row in its phase, whatever it ranks by."""
     own = evictor_of(policy)
-    return own.shares_heads, own.across_layers, own.for_layer(0, 3) == own, type(own).budget_at
+    return own.phase, own.shares_heads, own.across_layers, own.for_layer(0, 3) == own, type(own).budget_at
 
 
 def _type(part: object) -> type | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from conform.policies import policy_id, pytest_generate_tests, refuses, roomy, small
-from conform.world import LAYERS, Moment, feed, governed, held, moments, new_cache, prompts, shared, steps, told_once
+from conform.world import LAYERS, Moment, feed, governed, held, moments, moments_once, new_cache, prompts, shared, steps
 from kvaudit.audit.cache.ledger import NEVER
 from kvaudit.audit.policies import POLICIES, Policy, View, evictor_of, parse_policy
 from kvaudit.audit.sampling.decoding import Decoding
@@ -40,7 +40,7 @@ def test_every_eviction_meets_the_budget_exactly_and_comes_when_it_is_due(compre
     loaded, policy = shared(), evictor_of(compressed)
     since = dict.fromkeys(governed(loaded), 0)
     evictions = 0
-    for before, now in steps(told_once(compressed, SCRIPT)):
+    for before, now in steps(moments_once(compressed, SCRIPT)):
         for layer in governed(loaded):
             budget = budgets(policy, now.seen)[layer]
             since[layer] += now.new if now.decoding else 0
@@ -54,7 +54,7 @@ def test_every_eviction_meets_the_budget_exactly_and_comes_when_it_is_due(compre
 
 
 def test_what_left_never_returns(scheduled: Policy) -> None:
-    for before, now in steps(told_once(scheduled, SCRIPT)):
+    for before, now in steps(moments_once(scheduled, SCRIPT)):
         come = set(range(before.seen, now.seen))
         for had, has in zip(before.held, now.held, strict=True):
             assert all(later <= earlier | come for earlier, later in zip(had, has, strict=True))

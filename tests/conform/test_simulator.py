@@ -176,7 +176,7 @@ OFF_BY_ONE = [
 
 
 @pytest.mark.parametrize(("fields", "said", "done"), OFF_BY_ONE, ids=[done for _, _, done in OFF_BY_ONE])
-def test_a_cache_that_does_other_than_was_said_is_caught(
+def test_a_cache_with_another_setting_than_stated_is_caught(
     fields: dict[str, Any], said: str, done: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     play = conversation(**fields)

@@ -319,7 +319,7 @@ def gap(loaded: SimpleNamespace, played: Played, view: str, group: int = 1) -> f
 
 
 @cache
-def told_once(policy: Policy, script: tuple[int, ...]) -> list[Moment]:
+def moments_once(policy: Policy, script: tuple[int, ...]) -> list[Moment]:
     """``moments`` of a shared model, for all tests that only read them."""
     return list(moments(shared(), policy, script))
 
