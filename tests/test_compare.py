@@ -658,7 +658,9 @@ def test_hostile_names_are_escaped_on_the_page(tmp_path):
 
 
 def test_the_page_of_a_run_cell_is_not_confused_by_policies(tmp_path):
-    run = build(tmp_path / "run", Design(arms=("dense", "naive"), suites=("refusal", "math"), samples=2))
+    both = ("none", policy("snapkv", 96))
+    design = Design(arms=("dense", "naive"), seeds=(1,), policies=both, suites=("refusal", "math"), samples=2)
+    run = build(tmp_path / "run", design)
     words = [run, run, "--select-a", "arm=dense", "--select-b", "arm=naive"]
     for side in ("a", "b"):
         words += [f"--select-{side}", f"policy={policy('snapkv', 96)}"]

@@ -139,7 +139,7 @@ def test_batch_mates_and_padding_change_nothing(variant: Policy) -> None:
     together = played_once(variant)
     # a schedule, or a composition, adds no ranking of its own
     for row in (1, 2) if variant.name and variant == small(type(variant)) else (1,):
-        alone = two_turns(shared(), variant, only=row)
+        alone = two_turns(shared(), variant, only=row, short=True)
         assert together.rollouts[row].ids.tolist() == alone.rollouts[0].ids.tolist()
         assert torch.equal(together.rollouts[row].evicted_at, alone.rollouts[0].evicted_at)
         assert together.logprobs[row] == pytest.approx(alone.logprobs[0], abs=1e-11)
@@ -149,7 +149,7 @@ def test_the_same_run_twice_is_the_same(policy: Policy) -> None:
     first = played_once(policy)
     torch.rand(1)  # or a policy that seeds the generator would leave it as it was after the first run
     random_state = torch.get_rng_state()
-    again = two_turns(shared(), policy)
+    again = two_turns(shared(), policy, short=True)
     assert first.logprobs == again.logprobs
     for a, b in zip(first.rollouts, again.rollouts, strict=True):
         assert torch.equal(a.evicted_at, b.evicted_at)
@@ -219,7 +219,9 @@ def test_a_policy_chooses_its_own_victims_again(played: Policy, model: str) -> N
     loaded, rotary = shared(model), find_rotary(shared(model).model, played)
     # where rows draw by their keys, members of a group share that of their prompt
     seeded = evictor_of(played).seeded
-    rollouts = (two_turns(loaded, played, group=2, lengths=(40, 9)) if seeded else played_once(played, model)).rollouts
+    rollouts = (
+        two_turns(loaded, played, group=2, lengths=(40, 9), short=True) if seeded else played_once(played, model)
+    ).rollouts
     made = [repeat_choices(loaded.model, rollout, played, rotary) for rollout in rollouts]
     assert [one.repeated for one in made] == [one.evicted for one in made]
     assert made[0].evicted > 0
