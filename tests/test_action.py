@@ -63,7 +63,7 @@ def test_every_input_is_used_and_every_one_used_is_declared() -> None:
     assert used == set(ACTION["inputs"])
 
 
-def test_the_hook_runs_the_command_that_there_is(tmp_path: Path) -> None:
+def test_the_hook_runs_an_existing_command(tmp_path: Path) -> None:
     (tmp_path / "serve.sh").write_text("vllm serve m --kv-cache-dtype fp8\n", encoding="utf-8")
     program = Path(sys.executable).parent / "kvaudit"
     command = [str(program), *HOOK["entry"].split()[1:]]

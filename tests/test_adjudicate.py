@@ -229,17 +229,13 @@ def test_serving_policies_of_one_checkpoint_are_adjudicated_over_all_samples(tmp
     assert cell.corrected.estimate == pytest.approx(cell.raw.estimate, abs=1e-12)
 
 
-def test_lost_labels_decide_nothing(tmp_path):
-    run = build(tmp_path / "run", Design(arms=("dense", "naive"), seeds=(11,), suites=("refusal",), policies=("none",)))
-    run = named_items(run)
-    assert command("grade", "adjudicate", run, "--out", tmp_path / "s.csv", "--concordant", 10**6).exit_code == 0
-    label(tmp_path / "s.csv")
-    command("grade", "adjudicate", run, "--read", tmp_path / "s.csv")
+def test_lost_labels_decide_nothing(read_back, tmp_path):
+    run, sheet = copied(read_back[:2], tmp_path)
     shutil.rmtree(run / "report")
     for words in (("gate", run), ("report", run), ("card", run)):
         done = command(*words)
         assert (done.exit_code, "people labelled this run, and" in done.stderr) == (2, True)
-    assert command("grade", "adjudicate", run, "--read", tmp_path / "s.csv").exit_code != 2
+    assert command("grade", "adjudicate", run, "--read", sheet).exit_code != 2
     assert command("gate", run).exit_code != 2
 
 
@@ -667,10 +663,9 @@ def test_a_missing_or_foreign_key_is_one_line(written, sheet):
         assert len(done.output.strip().splitlines()) == 1
 
 
-def test_labels_of_other_records_are_refused(sheet, tmp_path):
-    other = named_items(build(tmp_path / "other", Design(**{**DESIGN.__dict__, "seed": 6})))
+def test_labels_of_other_records_are_refused(sheet, held):
     label(sheet)
-    done = command("grade", "adjudicate", other, "--read", sheet)
+    done = command("grade", "adjudicate", held[0], "--read", sheet)
     assert done.exit_code == 2
     assert "holds other records than" in done.output
 

@@ -129,7 +129,7 @@ def test_a_number_that_cannot_be_is_refused_before_anything_is_read(name: str) -
         kvaudit.run("nowhere.yaml", **{name: 0})
 
 
-def test_a_lone_plugin_is_no_list_of_letters() -> None:
+def test_one_plugin_may_be_given_as_a_text() -> None:
     with pytest.raises(DataError, match=r"plug-in file 'nowhere\.py' cannot be read"):
         kvaudit.run({"name": "x"}, plugins="nowhere.py")
 

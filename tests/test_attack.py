@@ -11,7 +11,7 @@ from bench.attack.trial import Broken, Trial, expect, run_trials
 from kvaudit.core.endpoint import Endpoint, Unanswered
 
 
-def test_what_does_not_hold_is_named_and_counted() -> None:
+def test_broken_trials_are_named_and_counted() -> None:
     def raises() -> None:
         raise ValueError("a fault")
 
@@ -31,13 +31,13 @@ def test_a_trial_that_hangs_is_broken_and_the_next_is_tried() -> None:
     assert result == (2, ("hangs: still running after 0 s",))
 
 
-def test_what_a_section_has_no_time_for_is_broken() -> None:
+def test_a_trial_without_time_left_is_broken() -> None:
     assert run_trials([Trial("late", lambda: None)], section_seconds=0.0).broken == (
         "late: the section's time was over",
     )
 
 
-def test_what_holds_raises_nothing() -> None:
+def test_expect_raises_only_where_its_condition_is_empty() -> None:
     expect([1], "never")
     with pytest.raises(Broken, match="empty"):
         expect([], "empty")

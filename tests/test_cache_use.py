@@ -45,7 +45,7 @@ def rewritten(folder: Path, *, live: bool) -> Path:
     return run / "report"
 
 
-def test_a_quarter_saved_reads_as_a_quarter_wherever_it_stands(tmp_path: Path) -> None:
+def test_every_page_counts_savings_against_the_uncompressed_cache(tmp_path: Path) -> None:
     report = rewritten(tmp_path, live=True)
     none, snapkv = json.loads((report / "disclosure.json").read_text())["serving"]
     assert [none[key]["value"] for key in ("kv_live_of_none", "kv_allocated_of_none")] == [1.0, 1.0]
@@ -72,7 +72,7 @@ def test_records_without_live_bytes_are_read_and_said_to_lack_them(tmp_path: Pat
 
 
 @pytest.mark.parametrize("policy", ["none", "snapkv:budget=64,window=16", "int8", "kivi:bits=2"])
-def test_none_reads_one_and_compression_less(policy: str, model: LoadedModel) -> None:
+def test_live_bytes_are_all_entries_without_compression_and_fewer_with_it(policy: str, model: LoadedModel) -> None:
     prompts = [list(range(20, 200)), list(range(30, 130))]
     episode = Sampler(model, parse_policy(policy)).open(prompts, [1, 2])
     episode.decode(Decoding(8, temperature=1.0))

@@ -37,7 +37,8 @@ from kvaudit.reports.verdict.verdict import Status
 
 SEED = 20_260
 SMALL = Scale("test", 0.06, every_case=False, slack=3.0, confirms=False)
-LARGER = Scale("test", 0.15, every_case=False, slack=3.0, confirms=False)  # to find what is wrong by little
+SMALLER = Scale("test", 0.015, every_case=False, slack=3.0, confirms=False)  # to find what is wrong by much
+LARGER = Scale("test", 0.12, every_case=False, slack=3.0, confirms=False)  # to find what is wrong by little
 
 
 def simulated(cases: list[Case], *, seed: int = SEED) -> list[Simulated]:
@@ -128,7 +129,7 @@ def test_item_level_tango_is_found_out(monkeypatch):
         return many_ess_tango(z, np.ones(z.shape[-1], dtype=np.int64), samples=samples, alpha=alpha)
 
     monkeypatch.setattr(intervals, "many_ess_tango", unclustered)
-    assert len(missed(intervals.figures(simulated(intervals.cases(SMALL)), SMALL))) >= 3
+    assert len(missed(intervals.figures(simulated(intervals.cases(SMALLER)), SMALLER))) >= 3
 
 
 @pytest.fixture

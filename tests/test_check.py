@@ -100,7 +100,7 @@ def test_a_setting_is_the_engines_own() -> None:
         ({"KV_CACHE_PRECISION": "u8"}, "--kv u4 is KV_CACHE_PRECISION=u4, but --set has KV_CACHE_PRECISION=u8"),
     ],
 )
-def test_what_is_said_twice_or_is_no_setting_is_one_line(settings: dict[str, str], words: str) -> None:
+def test_a_setting_that_is_given_twice_or_is_none_is_one_line(settings: dict[str, str], words: str) -> None:
     with pytest.raises(SpecError, match=words) as error:
         engine_config("openvino", "u4", settings, python=None, weights=None)
     assert "\n" not in str(error.value)
@@ -198,7 +198,7 @@ def test_what_ships_can_decide_its_margins() -> None:
     assert list(impossible_cells(spec, load_base_chat("embedded").count_tokens)) == []
 
 
-def test_what_evicts_is_asked_at_twice_what_it_keeps(rows: Path) -> None:
+def test_evicting_settings_are_asked_prompts_twice_as_long_as_what_they_keep(rows: Path) -> None:
     assert kept_entries(u4()) is None
     assert plan_check("embedded", policy_config("snapkv:budget=1024"), made_up=True).length == 3072
     plan = plan_check("/model", policy_config("snapkv:budget=1024"))
@@ -223,7 +223,7 @@ def test_a_setting_that_evicts_has_a_spec_that_is_read_again_as_it_was(rows: Pat
     assert len(list(plan_lines(plan, spec))) == 2
 
 
-def test_a_code_that_leaves_the_newest_as_they_are_is_asked_long_prompts_too(rows: Path) -> None:
+def test_a_code_that_keeps_the_newest_entries_exact_is_asked_long_prompts_too(rows: Path) -> None:
     assert [exact_entries(policy_config(text)) for text in ("int8", "kivi:bits=2", "snapkv:budget=64")] == [0, 32, 0]
     assert exact_entries(policy_config("snapkv:budget=512+kivi:bits=4,residual=64")) == 64
     assert exact_entries(u4()) == 0
@@ -282,7 +282,6 @@ def test_two_servers_are_an_endpoint_and_its_reference() -> None:
             "--set gives A as 1 and as 2; give one of them",
         ),
         (("embedded", "--engine", "endpoint", "--set", "model=m"), "for two servers give --reference URL#MODEL"),
-        ((*U4, "--set", "engine=vllm"), "--set engine=vllm: name the engine with --engine, which is openvino"),
         ((*U4, "--data", "/nowhere/rows"), "--data is '/nowhere/rows', which is no folder"),
         ((*U4, "--python", "/nowhere/python"), "which is not a file; give the python of its environment"),
     ],
@@ -529,7 +528,7 @@ def test_the_rows_to_fetch_are_those_of_what_is_open(rows: Path) -> None:
     assert [*made_up.absent_rows({"refusal"})] == []
 
 
-def test_an_address_as_the_model_leads_to_servers() -> None:
+def test_a_server_address_in_place_of_a_model_is_explained() -> None:
     code, _, err = kvaudit("check", "http://127.0.0.1:8000/v1")
     assert (code, err.count("\n")) == (2, 1)
     assert "kvaudit check MODEL --reference URL#NAME --candidate URL#NAME" in err

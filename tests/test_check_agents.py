@@ -41,6 +41,7 @@ def test_servers_that_carry_out_the_same_orders_pass(
     assert -5.4 < row["lower"] < -5.3
 
 
+@pytest.mark.slow
 def test_with_thirty_attackers_a_fifth_more_stays_open_at_twenty_points(tmp_path: Path, rows: Path) -> None:
     (rows / "injecagent" / "attacker_cases_ds.jsonl").unlink()
     (row,) = run_orders(tmp_path, 0.2, seed=1).table().query("gated").to_dict("records")

@@ -149,7 +149,7 @@ def test_a_pilot_asks_the_reference_alone() -> None:
         assert spec.evaluate.contexts_of("harm@chat") == spec.evaluate.contexts_of("benign@chat") == (2048,)
 
 
-def test_a_plan_with_a_length_asks_behind_a_conversation_also_what_does_not_evict(model: Path) -> None:
+def test_a_plan_with_a_length_asks_settings_that_evict_nothing_after_a_conversation_too(model: Path) -> None:
     plan = plan_check(str(model), policy_config("int8"), length=2048)
     assert (plan.length, plan.context) == (2048, "chat")
     assert [suite.name for suite in plan.public] == ["harm", "benign"]

@@ -90,7 +90,7 @@ def scored(policy: str, texts: Sequence[str]) -> list[tuple[float, ...]]:
     return [own.logprobs for own, _ in rows]
 
 
-def test_without_compression_they_are_those_of_one_plain_forward() -> None:
+def test_without_compression_scores_are_those_of_one_plain_forward() -> None:
     plain = AutoModelForCausalLM.from_pretrained(locate("embedded"))
     chat = model().chat
     prompt = list(chat.prompt(item().messages).ids)
@@ -104,7 +104,7 @@ def test_without_compression_they_are_those_of_one_plain_forward() -> None:
 @pytest.mark.parametrize(
     "policy", [SNAPKV, "h2o:budget=24", "streaming:budget=24,sink=4+kivi:bits=4", "random:budget=24"]
 )
-def test_they_are_those_that_the_sampler_gives_the_same_tokens(policy: str) -> None:
+def test_scores_of_options_are_the_samplers_for_the_same_tokens(policy: str) -> None:
     chat = model().chat
     sampler = Sampler(model(), parse_policy(policy))
     prompt = chat.prompt(item().messages)
@@ -118,7 +118,7 @@ def test_they_are_those_that_the_sampler_gives_the_same_tokens(policy: str) -> N
     assert int(rollout.sampled.sum()) == len(drawn.ids)
 
 
-def test_compression_changes_them() -> None:
+def test_compression_changes_the_scores_of_options() -> None:
     assert scored(SNAPKV, OPTIONS) != scored("none", OPTIONS)
 
 
@@ -164,7 +164,7 @@ def test_at_a_temperature_options_are_drawn_by_what_they_are_worth() -> None:
     assert share == pytest.approx(0.731, abs=0.1)
 
 
-def test_options_under_a_mixture_are_each_served_as_by_the_policy_that_its_seed_drew() -> None:
+def test_under_a_mixture_each_row_is_scored_by_the_policy_of_its_seed() -> None:
     parts = {played(Chosen(), [item()], policy)[0].rollout.retention for policy in ("none", SNAPKV)}
     rows = played(Chosen(), [item()], f"none|{SNAPKV}", seeds=list(range(6)), group=6)
     assert {row.rollout.retention for row in rows} == parts

@@ -279,7 +279,7 @@ def test_work_waits_for_what_others_hold_and_does_the_rest_first(
     )
 
 
-def test_what_a_dead_process_held_is_done_in_the_end(tmp_path: Path, clock: Clock) -> None:
+def test_units_of_a_dead_process_are_done_in_the_end(tmp_path: Path, clock: Clock) -> None:
     world = World(tmp_path, "abc")
     left_behind(world.lock("b"), kernel="another")
     world.run()
@@ -352,7 +352,7 @@ def test_a_group_that_another_process_has_begun_is_left_to_it_while_there_are_ot
     assert sorted(world.told) == list("abcde")
 
 
-def test_half_of_a_hand_goes_to_a_process_that_has_nothing_to_do(tmp_path: Path) -> None:
+def test_an_idle_process_gets_half_of_the_claimed_units(tmp_path: Path) -> None:
     world = Groups(tmp_path, "abcdef")
     world.rings = True
     world.run()
@@ -360,7 +360,7 @@ def test_half_of_a_hand_goes_to_a_process_that_has_nothing_to_do(tmp_path: Path)
     assert sorted(world.told) == list("abcdef")
 
 
-def test_what_is_let_go_of_is_free_at_once_and_the_unit_at_work_is_kept(tmp_path: Path) -> None:
+def test_released_units_are_free_at_once_and_the_unit_in_work_is_kept(tmp_path: Path) -> None:
     world, seen = Groups(tmp_path, "abcd"), []
 
     def work(held: ClaimedUnits[str]) -> None:
@@ -374,7 +374,7 @@ def test_what_is_let_go_of_is_free_at_once_and_the_unit_at_work_is_kept(tmp_path
     assert seen == [[True, True, False, False, False, True, True, False]]
 
 
-def test_a_process_that_has_nothing_to_do_rings(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_process_sends_the_idle_signal(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     world, idle = Groups(tmp_path, "ab"), IdleSignal(tmp_path)
     for unit in "ab":
         left_behind(world.lock(unit), kernel="another")

@@ -390,9 +390,9 @@ def test_unscored_answers_are_invalid_beyond_one_percent(tmp_path, gaps, code):
     assert compare(pair(tmp_path, [1] * 300, b), "score").verdict.exit_code == code
 
 
-@pytest.mark.parametrize("lost", [8, 9, 10])
+@pytest.mark.parametrize("lost", [8, 9])
 @pytest.mark.parametrize("where", [slice(0, 3), slice(297, 300)], ids=["where the other is wrong", "where it is right"])
-def test_what_the_reference_has_no_score_of_passes_nothing(tmp_path, lost, where):
+def test_missing_scores_of_the_reference_turn_no_verdict_into_a_pass(tmp_path, lost, where):
     """Unscored counts 0: on the reference's side that would be a loss undone, or a gain."""
     right, b = [1] * 300, [0] * lost + [1] * (300 - lost)
     known, hidden = [*right], [*right]
@@ -421,14 +421,6 @@ def test_an_item_in_two_templates_is_invalid(tmp_path):
     b[0] = ("i0", "t9", 1)
     done = compare(sides(table(tmp_path / "a.csv", a), table(tmp_path / "b.csv", b)), "score")
     assert "CLUSTER_IDS" in codes(done)
-
-
-def test_a_row_without_a_cluster_among_others_is_invalid(tmp_path):
-    rows = rows_of([1] * 300)
-    rows[7] = ("i7", "", 1)
-    done = compare(sides(*(table(tmp_path / name, rows) for name in ("a.csv", "b.csv"))), "score")
-    assert done.verdict.exit_code == 5
-    assert "a.csv: 1 of 300 rows have no cluster" in [reason.text for reason in done.verdict.reasons]
 
 
 def test_a_log_that_was_not_finished_is_invalid(tmp_path):
@@ -476,13 +468,6 @@ def test_items_that_ask_something_else_are_invalid(tmp_path):
     done = compare(sides(LM_EVAL[0], other, "kind"), "exact_match,strict")
     assert done.verdict.exit_code == 5
     assert "HASH" in codes(done)
-
-
-def test_other_decoding_settings_are_invalid(tmp_path):
-    other = tmp_path / LM_EVAL[1].name
-    other.write_text(LM_EVAL[1].read_text().replace('"do_sample": false', '"do_sample": true'))
-    done = compare(sides(LM_EVAL[0], other, "kind"), "exact_match,strict")
-    assert "the files were made with different decoding" in [reason.text for reason in done.verdict.reasons]
 
 
 def test_decoding_settings_that_differ_behind_a_long_beginning_are_invalid(tmp_path):
@@ -673,7 +658,9 @@ def test_hostile_names_are_escaped_on_the_page(tmp_path):
 
 
 def test_the_page_of_a_run_cell_is_not_confused_by_policies(tmp_path):
-    run = build(tmp_path / "run", Design(arms=("dense", "naive"), suites=("refusal", "math"), samples=2))
+    both = ("none", policy("snapkv", 96))
+    design = Design(arms=("dense", "naive"), seeds=(1,), policies=both, suites=("refusal", "math"), samples=2)
+    run = build(tmp_path / "run", design)
     words = [run, run, "--select-a", "arm=dense", "--select-b", "arm=naive"]
     for side in ("a", "b"):
         words += [f"--select-{side}", f"policy={policy('snapkv', 96)}"]
@@ -728,15 +715,12 @@ def attacked(folder: Path, before: int, after: int) -> list[Path]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("after", "ratio", "code"), [(300, 1.2, 0), (330, 1.12, 3), (302, 1.01, 4), (330, 1.5, 0), (420, 1.2, 3)]
-)
+@pytest.mark.parametrize(("after", "ratio", "code"), [(330, 1.5, 0), (330, 1.12, 3), (302, 1.01, 4)])
 def test_a_ratio_decides_in_place_of_a_margin(tmp_path, after, ratio, code):
     paths = attacked(tmp_path, 300, after)
-    (suite,) = compare(sides(*paths), "score").findings.rules.margins
-    done = run_command(*paths, "--ratio", f"{suite}={ratio}")
+    done = run_command(*paths, "--ratio", f"all={ratio}")
     assert done.exit_code == code, done.output
-    found = compare(sides(*paths), "score", ratios={suite: ratio})
+    found = compare(sides(*paths), "score", ratios={"all": ratio})
     assert found.findings.rules.margins == {}
     (decision,) = found.verdict.decisions
     assert decision.ratio.limit == ratio

@@ -121,7 +121,7 @@ def test_rows_of_another_file_are_no_pair(whole: Path, tmp_path: Path) -> None:
     assert "the files were made with different rows refusal/rows.csv" in said
 
 
-def test_one_cell_beside_itself_is_said(whole: Path) -> None:
+def test_comparing_a_cell_with_itself_is_said(whole: Path) -> None:
     assert "Both sides are the same cell of the same file" in compared(whole, whole, *SAME)[1]
     assert "Both sides are the same file" not in compared(whole, whole, *ARMS)[1]
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from test_compare import LM_EVAL, run_command, table
 
-from kvaudit.reports.page.compare_pairing import names_harm
+from kvaudit.core.errors import SpecError
+from kvaudit.reports.page.compare_pairing import Direction, direction_of, names_harm
+from kvaudit.reports.records.readers.base import Request, read_log
 
 HEADER = "item,cluster,score,metric"
 PROMPT = "give --lower-is-better if 1 is the harm, --higher-is-better if 1 is desired"
@@ -21,6 +23,11 @@ def files(tmp_path: Path, metric: str, before: int = 36, after: int = 86, suite:
         rows = [(f"i{n}", f"c{n % 60}", int(n < ones), metric, suite) for n in range(250)]
         found.append(table(tmp_path / f"{name}.csv", rows, f"{HEADER},suite"))
     return found[0], found[1]
+
+
+def direction_by_name(a: Path, b: Path, metric: str) -> Direction:
+    """Which way the metric of two files is better, where no option says it."""
+    return direction_of([read_log(path, Request(None)) for path in (a, b)], metric, lower=False, higher=False)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +51,7 @@ def test_a_name_of_what_is_not_wanted_speaks_of_harm(name: str) -> None:
      "exact_match,flexible-extract", "pass_at_1,extract_code", "mmlu_human_sexuality", "extractive_match", "utility",
      "f1", "answer", "closeness", "certainty", "overall", "schema_match", "believable", "completion", "interest"],
 )  # fmt: skip
-def test_another_name_does_not(name: str) -> None:
+def test_other_names_do_not_speak_of_harm(name: str) -> None:
     assert not names_harm(name)
 
 
@@ -54,13 +61,14 @@ def test_another_name_does_not(name: str) -> None:
      "accepted", "exploit_success", "safety_bypass", "valid_exploits", "backdoor_acc", "includes", "label",
      "accidents"],
 )  # fmt: skip
-def test_a_name_that_does_not_speak_of_what_is_wanted_decides_nothing_without_a_direction(
-    tmp_path: Path, metric: str
-) -> None:
-    told = run_command(*files(tmp_path, metric))
-    assert told.exit_code == 2
-    assert told.stderr.count("\n") == 1
-    assert PROMPT in told.stderr
+def test_a_name_that_does_not_say_what_is_wanted_gives_no_direction(tmp_path: Path, metric: str) -> None:
+    with pytest.raises(SpecError, match=PROMPT):
+        direction_by_name(*files(tmp_path, metric), metric)
+
+
+def test_a_direction_that_is_asked_for_may_be_given(tmp_path: Path) -> None:
+    told = run_command(*files(tmp_path, "judge_3"))
+    assert (told.exit_code, told.stderr.count("\n"), PROMPT in told.stderr) == (2, 1, True)
     lower = run_command(tmp_path / "a.csv", tmp_path / "b.csv", "--lower-is-better")
     assert (lower.exit_code, "verdict: FAIL -20.0 pp" in lower.stdout) == (3, True)
     higher = run_command(tmp_path / "a.csv", tmp_path / "b.csv", "--higher-is-better")
@@ -87,7 +95,7 @@ def test_a_well_known_metric_of_a_harmless_task_needs_no_direction(tmp_path: Pat
     a, b = files(tmp_path, "METRIC", suite=suite)
     for file in (a, b):
         file.write_text(file.read_text().replace(",METRIC,", f',"{metric}",'))
-    assert run_command(a, b).exit_code == 0
+    assert not direction_by_name(a, b, metric).lower_is_better
 
 
 @pytest.mark.parametrize(

@@ -194,11 +194,11 @@ def test_a_thought_that_was_graded_as_said_is_a_remark(world: World, before: str
         ("tool_calls", None), ("", None), ("abort", None),
     ],
 )  # fmt: skip
-def test_the_words_of_servers_for_an_end_are_two_of_ours(word: str, finish: str | None) -> None:
+def test_finish_reasons_of_servers_become_stop_or_length(word: str, finish: str | None) -> None:
     assert parse_finish(word) == finish
 
 
-def test_a_server_that_keeps_an_answer_back_has_words_of_its_own() -> None:
+def test_finish_reasons_of_content_filters_are_recognised() -> None:
     assert [is_filtered(word) for word in ("content_filter", "SAFETY", "refusal", "stop")] == [True, True, True, False]
 
 
@@ -210,13 +210,13 @@ def told(usage: Any = None, finish: str = "stop", text: str = "yes", **more: Any
     return ChatCompletion(text, finish, "m", usage, **more)
 
 
-def test_an_end_that_is_not_told_is_a_stop_unless_all_tokens_were_written() -> None:
+def test_a_missing_finish_reason_is_stop_unless_the_token_limit_was_reached() -> None:
     ended = [told(usage, "") for usage in (None, {"completion_tokens": 7}, {"completion_tokens": 20})]
     assert [answer(one, sent(), 0.0).finish for one in ended] == ["stop", "stop", "length"]
 
 
 @pytest.mark.parametrize(("word", "scope"), [("tool_calls", Scope.QUESTION), ("error", Scope.TRY)])
-def test_an_end_that_is_none_is_no_answer(word: str, scope: Scope) -> None:
+def test_an_unknown_finish_reason_is_no_answer(word: str, scope: Scope) -> None:
     with pytest.raises(Unanswered) as why:
         answer(told(finish=word), sent(), 0.0)
     assert why.value.scope is scope
@@ -227,7 +227,7 @@ def test_a_filter_by_any_name_refuses_the_request() -> None:
         answer(told(finish="SAFETY"), sent(), 0.0)
 
 
-def test_what_never_mends_is_not_told_to_be_resumed(world: World) -> None:
+def test_resuming_is_not_advised_for_permanent_failures(world: World) -> None:
     done, _ = world.probe(lambda _: completion("yes", "tool_calls"))
     assert done.exit_code == 2
     assert "gave no valid answer to 8 questions in a row (it ended by 'tool_calls'" in done.stderr
@@ -268,7 +268,7 @@ def read(usage: Any, readings: Readings | None = None) -> tuple[int | None, int 
         ({"completion_tokens": 220, "completion_tokens_details": {"reasoning_tokens": 212}}, (None, 220)),
     ],
 )
-def test_a_count_is_a_claim_and_its_absence_costs_nothing(usage: Any, counts: tuple[int | None, int | None]) -> None:
+def test_token_counts_are_read_where_they_are_valid(usage: Any, counts: tuple[int | None, int | None]) -> None:
     assert read(usage) == counts
 
 
@@ -277,12 +277,12 @@ def test_a_thought_in_a_field_of_its_own_may_be_longer_than_the_answer() -> None
 
 
 @pytest.mark.parametrize("usage", [{"prompt_tokens": 4}, {"prompt_tokens": 900}, {"completion_tokens": 300}])
-def test_a_claim_that_contradicts_ours_breaks_an_answer(usage: Any) -> None:
+def test_an_impossible_token_count_makes_an_answer_invalid(usage: Any) -> None:
     with pytest.raises(Unanswered, match="it claims"):
         read(usage)
 
 
-def test_of_what_was_read_before_a_server_may_count_the_rest_alone() -> None:
+def test_a_server_may_count_only_the_tokens_that_its_cache_lacked() -> None:
     readings = Readings()
     assert read({"prompt_tokens": 100}, readings) == (100, None)
     assert read({"prompt_tokens": 1}, readings) == (None, None)
@@ -369,7 +369,7 @@ AGAIN = {
 
 
 @pytest.mark.parametrize("reply", AGAIN.values(), ids=AGAIN)
-def test_what_may_pass_is_tried_again(reply: HttpReply, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporary_errors_are_tried_again(reply: HttpReply, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvaudit.core.endpoint.time.sleep", lambda _: None)
     line, asked = client(reply, completion("yes"))
     assert line.ask({}).text == "yes"
@@ -401,7 +401,7 @@ def test_what_may_pass_is_tried_again(reply: HttpReply, monkeypatch: pytest.Monk
         ),
     ],
 )
-def test_what_will_not_pass_is_told_in_the_servers_words_at_once(reply: HttpReply, scope: Scope, words: str) -> None:
+def test_permanent_errors_are_reported_at_once_in_the_servers_words(reply: HttpReply, scope: Scope, words: str) -> None:
     line, asked = client(reply)
     with pytest.raises(Unanswered, match=words) as why:
         line.ask({})
@@ -432,7 +432,7 @@ def test_an_answer_from_before_these_fields_is_still_known() -> None:
     assert Answer("yes", "stop", None, None, "m", 1.0) == answer(told(None), sent(), 1.0)
 
 
-def test_questions_that_begin_meanwhile_wait_for_a_busy_server_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_other_threads_wait_for_a_busy_server_too(monkeypatch: pytest.MonkeyPatch) -> None:
     slept, now = list[float](), [100.0]
     monkeypatch.setattr("kvaudit.core.endpoint.time.monotonic", lambda: now[0])
     monkeypatch.setattr("kvaudit.core.endpoint.time.sleep", slept.append)

@@ -18,7 +18,7 @@ AUTO, E5M2 = "vllm:kv_cache_dtype=auto", "vllm:kv_cache_dtype=fp8_e5m2"
 F16, Q4 = "llama.cpp:type_k=f16,type_v=f16", "llama.cpp:type_k=q8_0,type_v=q4_0"
 
 
-def test_what_one_setting_tells_apart_is_named_by_its_value() -> None:
+def test_conditions_that_differ_in_one_setting_are_named_by_its_value() -> None:
     assert condition_names({U4: F32, U8: F32, E5M2: AUTO}) == {
         U4: "openvino u4",
         U8: "openvino u8",
@@ -123,7 +123,7 @@ def test_a_complete_spec_reads_back_as_it_is(policies: list[Any]) -> None:
     assert again.sha256 == spec.sha256
 
 
-def test_what_an_uncompressed_condition_serves_can_be_gated() -> None:
+def test_an_uncompressed_condition_can_be_gated() -> None:
     spec = served(openvino("u4"), train=TRAIN, gate={"primary": ["openvino:KV_CACHE_PRECISION=f32"]})
     assert spec.gate.primary == (OV_F32,)
 
@@ -146,7 +146,7 @@ def test_what_an_uncompressed_condition_serves_can_be_gated() -> None:
         (openvino("u4", **{name: "x" * 500 for name in "abcd"}), "the limit is 2000"),
     ],
 )
-def test_what_no_reference_and_no_condition_can_be_is_refused(policy: Any, words: str) -> None:
+def test_an_impossible_reference_or_condition_is_refused(policy: Any, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         served(policy, "none")
 

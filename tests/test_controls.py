@@ -38,7 +38,7 @@ from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.verdict.verdict import Status
 
-SIZE = Size(items=24, reruns=1)
+SIZE = Size(items=16, reruns=1)
 ARMS = [BASE, rerun_arm(0)]
 
 
@@ -76,9 +76,9 @@ def test_an_exact_copy_has_no_difference_and_never_fails(data: RunData) -> None:
 
 def test_a_half_holds_half_of_every_suites_templates_in_both_arms(data: RunData) -> None:
     (half,) = draw_halves(data, [BASE, RERUN], 1, np.random.default_rng(0))
-    assert {suite: len(own) for suite, own in templates_of(half).items()} == dict.fromkeys(SUITE_NAMES, 12)
+    assert {suite: len(own) for suite, own in templates_of(half).items()} == dict.fromkeys(SUITE_NAMES, 8)
     assert not scores(half).isna().any().any()
-    assert half.spec.evaluate.suites["math"].items == 12
+    assert half.spec.evaluate.suites["math"].items == 8
 
 
 def test_a_swap_exchanges_the_arms_in_half_of_the_templates_and_nothing_else(data: RunData) -> None:
@@ -105,7 +105,7 @@ def test_spoilt_labels_are_those_of_the_candidates_templates_only(data: RunData)
     twin, chosen = pair_arms(data, BASE, BASE), random_templates(data, np.random.default_rng(0), 0.25)
     table = scores(spoil_candidate(twin, chosen, flip_label))
     hit = table.index.get_level_values("cluster_id").isin(chosen)
-    assert hit.sum() == 3 * 6 * 2
+    assert hit.sum() == 3 * 4 * 2
     assert (table.loc[hit, RERUN] == 1 - table.loc[hit, BASE]).all()
     assert (table.loc[~hit, RERUN] == table.loc[~hit, BASE]).all()
 
@@ -113,7 +113,7 @@ def test_spoilt_labels_are_those_of_the_candidates_templates_only(data: RunData)
 def test_broken_templates_fail_when_there_are_enough_of_them(data: RunData) -> None:
     rng = np.random.default_rng(0)
     assert status_shares(draw_losses(data, [BASE], 3, rng, share=0.5, spoil=break_label, copy=True)).fail == 1
-    assert status_shares(draw_losses(data, [BASE], 3, rng, share=4 / 24, spoil=break_label, copy=True)).fail == 0
+    assert status_shares(draw_losses(data, [BASE], 3, rng, share=3 / 16, spoil=break_label, copy=True)).fail == 0
 
 
 def test_broken_templates_fail_on_disk_and_are_the_ones_listed(

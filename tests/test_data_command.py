@@ -143,7 +143,7 @@ def test_a_wrong_name_or_address_is_one_line(words: tuple[str, ...], folder: Pat
     assert not folder.exists()
 
 
-def test_what_lacks_comes_with_the_line_that_fetches_it(folder: Path) -> None:
+def test_missing_rows_are_listed_with_the_command_that_fetches_them(folder: Path) -> None:
     code, out, _ = data()
     assert code == 0
     assert f"folder: {folder}\n" in out

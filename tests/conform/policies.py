@@ -92,7 +92,8 @@ def policies_for(argument: str, under_test: Sequence[Policy]) -> list[Policy]:
     }
     chosen["recorded"] = one_of_each(chosen["lossy"], record_of)
     chosen["asking"] = one_of_each(chosen["replayed"], asked_by)
-    chosen["timed"] = one_of_each(chosen["scheduled"], time_of)
+    chosen["timed"] = [*one_of_each(chosen["scheduled"], shape_of), *one_of_each(chosen["scheduled"], schedule_of)]
+    chosen["timed"] = list(dict.fromkeys(chosen["timed"]))
     return list(chosen[argument])
 
 
@@ -114,11 +115,16 @@ def asked_by(policy: Policy) -> tuple[object, ...]:
     return looks, evictor.for_layer(0, 3) == evictor, record_of(policy)
 
 
-def time_of(policy: Policy) -> object:
-    """What decides when an evicting policy compresses a row and to how much, whatever it ranks by."""
+def schedule_of(policy: Policy) -> object:
+    """What decides when an evicting policy compresses a row: and whether its heads share."""
     own = evictor_of(policy)
-    shape = own.shares_heads, own.across_layers, own.for_layer(0, 3) == own, type(own).budget_at
-    return own.interval, own.phase, own.chunk, shape
+    return own.interval, own.phase, own.chunk, own.shares_heads
+
+
+def shape_of(policy: Policy) -> object:
+    """What decides to how much an evicting policy compresses a row in its phase, whatever it ranks by."""
+    own = evictor_of(policy)
+    return own.phase, own.shares_heads, own.across_layers, own.for_layer(0, 3) == own, type(own).budget_at
 
 
 def _type(part: object) -> type | None:

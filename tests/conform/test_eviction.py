@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from conform.policies import policy_id, pytest_generate_tests, refuses, roomy, small
-from conform.world import LAYERS, Moment, feed, governed, held, moments, new_cache, prompts, shared, steps, told_once
+from conform.world import LAYERS, Moment, feed, governed, held, moments, moments_once, new_cache, prompts, shared, steps
 from kvaudit.audit.cache.ledger import NEVER
 from kvaudit.audit.policies import POLICIES, Policy, View, evictor_of, parse_policy
 from kvaudit.audit.sampling.decoding import Decoding
@@ -18,7 +18,7 @@ from kvaudit.core.errors import SpecError
 
 __all__ = ["pytest_generate_tests"]
 LONG = 10_000  # tokens seen after which no budget changes any more
-SCRIPT = (40, -7, 21, -6)  # a prompt, an answer, a message, an answer
+SCRIPT = (24, -5, 18, -3)  # a prompt, an answer, a message, an answer
 
 
 def compresses_now(policy: Policy, budget: int, now: Moment, entries: float, since: int) -> bool:
@@ -40,7 +40,7 @@ def test_every_eviction_meets_the_budget_exactly_and_comes_when_it_is_due(compre
     loaded, policy = shared(), evictor_of(compressed)
     since = dict.fromkeys(governed(loaded), 0)
     evictions = 0
-    for before, now in steps(told_once(compressed, SCRIPT)):
+    for before, now in steps(moments_once(compressed, SCRIPT)):
         for layer in governed(loaded):
             budget = budgets(policy, now.seen)[layer]
             since[layer] += now.new if now.decoding else 0
@@ -54,7 +54,7 @@ def test_every_eviction_meets_the_budget_exactly_and_comes_when_it_is_due(compre
 
 
 def test_what_left_never_returns(scheduled: Policy) -> None:
-    for before, now in steps(told_once(scheduled, SCRIPT)):
+    for before, now in steps(moments_once(scheduled, SCRIPT)):
         come = set(range(before.seen, now.seen))
         for had, has in zip(before.held, now.held, strict=True):
             assert all(later <= earlier | come for earlier, later in zip(had, has, strict=True))
@@ -62,7 +62,7 @@ def test_what_left_never_returns(scheduled: Policy) -> None:
 
 def test_sink_and_window_stay(evictor: Policy) -> None:
     policy = roomy(evictor)
-    for now in moments(shared(), policy, (120, -10, 30, -5)):
+    for now in moments(shared(), policy, (64, -4, 20, -2)):
         protected = {j for j in range(now.seen) if j < policy.sink or j >= now.seen - policy.window}
         assert all(protected <= head for layer in now.held for head in layer)
 

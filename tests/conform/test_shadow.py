@@ -19,9 +19,10 @@ from conform.policies import (
     policy_id,
     pytest_generate_tests,
     record_of,
+    schedule_of,
+    shape_of,
     small,
     small_policies,
-    time_of,
 )
 from conform.stepwise import stepwise_logits
 from conform.world import Played, feed, gap, ledger_of, new_cache, played_once, prompts, shared, two_turns
@@ -48,8 +49,7 @@ def test_shadow_pass_is_exact_under_every_schedule(replayed_variant: Policy) -> 
 def test_shadow_pass_is_exact_in_float32(recorded: Policy) -> None:
     # weights as wide as in the float64 tests draw logits of 20 and more, whose float32 rounding alone reaches 1e-5
     loaded = shared(dtype=torch.float32, spread=0.2)
-    played = two_turns(loaded, recorded)
-
+    played = two_turns(loaded, recorded, lengths=(40, 9), short=True)
     assert gap(loaded, played, "shadow") < 1e-5
 
 
@@ -80,7 +80,7 @@ def shift(times: Tensor, by: int) -> Tensor:
 
 
 def test_group_members_share_one_prompt_and_stay_exact(asking: Policy) -> None:
-    played = two_turns(shared(), asking, group=3, lengths=(40, 9))
+    played = two_turns(shared(), asking, group=3, lengths=(40, 9), short=True)
     assert gap(shared(), played, "shadow", group=3) < 1e-12
     assert gap(shared(), played, "shadow", group=1) < 1e-12
     drawn = {tuple(r.ids[r.prompt_length :].tolist()) for r in played.rollouts[:3]}
@@ -139,7 +139,7 @@ def test_batch_mates_and_padding_change_nothing(variant: Policy) -> None:
     together = played_once(variant)
     # a schedule, or a composition, adds no ranking of its own
     for row in (1, 2) if variant.name and variant == small(type(variant)) else (1,):
-        alone = two_turns(shared(), variant, only=row)
+        alone = two_turns(shared(), variant, only=row, short=True)
         assert together.rollouts[row].ids.tolist() == alone.rollouts[0].ids.tolist()
         assert torch.equal(together.rollouts[row].evicted_at, alone.rollouts[0].evicted_at)
         assert together.logprobs[row] == pytest.approx(alone.logprobs[0], abs=1e-11)
@@ -149,7 +149,7 @@ def test_the_same_run_twice_is_the_same(policy: Policy) -> None:
     first = played_once(policy)
     torch.rand(1)  # or a policy that seeds the generator would leave it as it was after the first run
     random_state = torch.get_rng_state()
-    again = two_turns(shared(), policy)
+    again = two_turns(shared(), policy, short=True)
     assert first.logprobs == again.logprobs
     for a, b in zip(first.rollouts, again.rollouts, strict=True):
         assert torch.equal(a.evicted_at, b.evicted_at)
@@ -176,7 +176,7 @@ def test_caches_that_share_a_policy_object_share_nothing_else(policy: Policy) ->
 def scheduled_by(policy: Policy) -> object:
     """What a ledger is held to by counting, whatever the policy ranks by."""
     quantiser = quantiser_of(policy)
-    return record_of(policy), time_of(policy), None if quantiser is None else quantiser.canonical
+    return record_of(policy), schedule_of(policy), shape_of(policy), None if quantiser is None else quantiser.canonical
 
 
 def on(policies: Sequence[Policy]) -> list[tuple[Policy, str]]:
@@ -219,7 +219,9 @@ def test_a_policy_chooses_its_own_victims_again(played: Policy, model: str) -> N
     loaded, rotary = shared(model), find_rotary(shared(model).model, played)
     # where rows draw by their keys, members of a group share that of their prompt
     seeded = evictor_of(played).seeded
-    rollouts = (two_turns(loaded, played, group=2, lengths=(40, 9)) if seeded else played_once(played, model)).rollouts
+    rollouts = (
+        two_turns(loaded, played, group=2, lengths=(40, 9), short=True) if seeded else played_once(played, model)
+    ).rollouts
     made = [repeat_choices(loaded.model, rollout, played, rotary) for rollout in rollouts]
     assert [one.repeated for one in made] == [one.evicted for one in made]
     assert made[0].evicted > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,11 +139,11 @@ def test_a_policy_without_a_rule_or_with_an_unknown_field_fails(monkeypatch: pyt
 def conversation(
     *, family: str = "llama", codec: dict[str, Any] | None = None, pins: tuple[int, ...] = (), **fields: Any
 ) -> Conversation:
-    """A prompt of 30 tokens, an answer of 7, a message of 10 and an answer of 5 under one policy."""
+    """A prompt of 20 tokens, an answer of 4, a message of 6 and an answer of 3 under one policy."""
     usual = {"name": "keydiff", "budget": 12, "sink": 1, "window": 2, "interval": 3, "phase": "both", "chunk": 8}
     part = Part(fields if fields.get("name") == "quest" else usual | fields, codec)
-    turns = (((7,), (10,)), ((5,), (0,)))
-    return Conversation(family, (part,), (1,), (3,), 5, (frozenset(pins),), lengths=(30,), group=1, turns=turns)
+    turns = (((4,), (6,)), ((3,), (0,)))
+    return Conversation(family, (part,), (1,), (3,), 5, (frozenset(pins),), lengths=(20,), group=1, turns=turns)
 
 
 LOOKS = {"name": "snapkv", "window": 4, "kernel": 3, "pool": "max"}
@@ -176,7 +176,7 @@ OFF_BY_ONE = [
 
 
 @pytest.mark.parametrize(("fields", "said", "done"), OFF_BY_ONE, ids=[done for _, _, done in OFF_BY_ONE])
-def test_a_cache_that_does_other_than_was_said_is_caught(
+def test_a_cache_with_another_setting_than_stated_is_caught(
     fields: dict[str, Any], said: str, done: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     play = conversation(**fields)
@@ -190,13 +190,23 @@ def test_a_cache_that_does_other_than_was_said_is_caught(
 
 
 def gap_alone(play: Play, monkeypatch: pytest.MonkeyPatch) -> float:
-    """What log-probs alone say, whatever left when."""
-    if play.parts[0].evictor["name"] != "none":
-        with pytest.raises(Disagreement, match="the simulator says"):
-            gap(play)
-    monkeypatch.setattr(agreement, "same_departures", lambda *_: None)
-    monkeypatch.setattr(agreement, "same_choices", lambda *_: None)
-    return gap(play)
+    """What log-probs alone say of a play in which other entries left, or were chosen, than the simulator says."""
+    found: list[Disagreement] = []
+
+    def noted(compare: Callable[..., None]) -> Callable[..., None]:
+        def compared(*sides: Any) -> None:
+            try:
+                compare(*sides)
+            except Disagreement as error:
+                found.append(error)
+
+        return compared
+
+    for name in ("same_departures", "same_choices"):
+        monkeypatch.setattr(agreement, name, noted(getattr(agreement, name)))
+    largest = gap(play)
+    assert found or play.parts[0].evictor["name"] == "none"
+    return largest
 
 
 def test_a_head_that_keeps_one_entry_of_another_s_beside_its_pins_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

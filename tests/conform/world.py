@@ -285,13 +285,13 @@ def two_turns(
 
 
 def played_once(policy: Policy, model: str = "llama-gqa") -> Played:
-    """``two_turns`` of a shared model, for all tests that only read it."""
+    """Short ``two_turns`` of a shared model, for all tests that only read it."""
     return _played_once(policy, model)
 
 
 @cache
 def _played_once(policy: Policy, model: str) -> Played:
-    return two_turns(shared(model), policy)
+    return two_turns(shared(model), policy, short=True)
 
 
 def ledger_of(rollout: Rollout) -> Ledger:
@@ -319,7 +319,7 @@ def gap(loaded: SimpleNamespace, played: Played, view: str, group: int = 1) -> f
 
 
 @cache
-def told_once(policy: Policy, script: tuple[int, ...]) -> list[Moment]:
+def moments_once(policy: Policy, script: tuple[int, ...]) -> list[Moment]:
     """``moments`` of a shared model, for all tests that only read them."""
     return list(moments(shared(), policy, script))
 
