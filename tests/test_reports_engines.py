@@ -51,7 +51,7 @@ def served(*policies, **more):
 
 
 def found_in(tmp_path: Path, design):
-    return decide_run(load_run(synthetic.build(tmp_path / "run", design)))
+    return decide_run(synthetic.loaded(tmp_path / "run", design))
 
 
 def drifts(found, estimand):
@@ -299,7 +299,7 @@ def test_the_disclosure_names_engine_settings_and_reference(tmp_path: Path) -> N
 
 def test_weights_that_nothing_shows_are_said_wherever_the_verdict_is(tmp_path: Path) -> None:
     """A server may serve another model than the checkpoint that the verdict names."""
-    data = load_run(synthetic.build(tmp_path / "run", served(U4, U8, F32)))
+    data = synthetic.loaded(tmp_path / "run", served(U4, U8, F32))
     assert not any("could not be checked" in line for line in remarks(decide_run(data)))
     said = {
         policy: {**own, "not shown": "weights"} for policy, own in data.provenance["engines"].items() if policy != U8
@@ -313,7 +313,7 @@ def test_weights_that_nothing_shows_are_said_wherever_the_verdict_is(tmp_path: P
 
 
 def test_the_page_says_what_the_engine_made_of_each_setting(tmp_path: Path) -> None:
-    data = load_run(synthetic.build(tmp_path / "run", served(U4, F32)))
+    data = synthetic.loaded(tmp_path / "run", served(U4, F32))
     page = page_of(with_report_sections(data, decide_run(data)))
     (section,) = [part for part in page.sections if part.anchor == "engines"]
     asked, said = section.tables
@@ -329,7 +329,7 @@ def test_the_page_says_what_the_engine_made_of_each_setting(tmp_path: Path) -> N
 
 
 def test_the_page_says_how_conversations_of_several_turns_were_read(tmp_path: Path) -> None:
-    data = load_run(synthetic.build(tmp_path / "run", served("none", U4, F32)))
+    data = synthetic.loaded(tmp_path / "run", served("none", U4, F32))
     decided = decide_run(data)
     words = {"none": "one cache", F32: "sent whole", U4: "sent whole"}
 
@@ -399,8 +399,7 @@ def test_figures_have_room_for_conditions_with_long_names(tmp_path: Path, settin
 
 def test_replicas_behind_an_address_are_said_not_to_be_told_apart(tmp_path: Path) -> None:
     one, other = (f"endpoint:base_url=http://10.1.2.3:{port}/v1,model=m" for port in (8001, 8002))
-    run = synthetic.build(tmp_path / "run", replace(served(one, other), references={one: other}))
-    (line,) = [line for line in remarks(decide_run(load_run(run))) if "replicas" in line]
+    found = found_in(tmp_path, replace(served(one, other), references={one: other}))
+    (line,) = [line for line in remarks(found) if "replicas" in line]
     assert "cannot be told apart: they count as one server" in line
-    own = synthetic.build(tmp_path / "own", served(U4, F32))
-    assert not any("replicas" in line for line in remarks(decide_run(load_run(own))))
+    assert not any("replicas" in line for line in remarks(found_in(tmp_path / "own", served(U4, F32))))

@@ -277,7 +277,7 @@ def test_examples_are_items_the_reference_won(written):
 
 
 def test_the_page_of_a_full_grid_stays_small(tmp_path, figures):
-    report = decide_run(load_run(build(tmp_path / "run", Design(items=64, clusters=32))))
+    report = decide_run(load_run(build(tmp_path / "run", Design(items=24, clusters=8))))
     assert len(formats()["report.html"](page_of(report))) < 1_500_000
 
 

@@ -208,12 +208,12 @@ def test_a_recipe_is_decided_where_nothing_of_it_happened(tmp_path):
         policies=("none",),
         suites=("refusal",),
         clusters=200,
-        items=400,
+        items=200,
         wrong={("dense", "none"): (), ("naive", "none"): range(1)},
     )
     _, d = cell_of(load_run(build(tmp_path / "run", design)), ratios={"refusal": 1.5})
     assert (d.status, d.recipe) == (Status.INCONCLUSIVE, Status.INCONCLUSIVE)
-    fewer = dataclasses.replace(design, wrong={("dense", "none"): (), ("naive", "none"): range(60)})
+    fewer = dataclasses.replace(design, wrong={("dense", "none"): (), ("naive", "none"): range(30)})
     _, lost = cell_of(load_run(build(tmp_path / "b", fewer)), ratios={"refusal": 1.5})
     assert (lost.status, lost.recipe) == (Status.FAIL, Status.FAIL)
 

@@ -213,7 +213,8 @@ def settings(**options: Any) -> Any:
 def arms(here: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     out = tmp_path_factory.mktemp("arms")
     names = ("dense", "naive", "tis", "smd")
-    return {arm: grpo.train(settings(arm=arm), here.model, out / arm, silent) for arm in names}
+    steps = {"smd": 2}  # one more, whose rollouts are drawn with weights that were pushed
+    return {arm: grpo.train(settings(arm=arm, steps=steps.get(arm, 1)), here.model, out / arm, silent) for arm in names}
 
 
 def test_the_replay_explains_the_gap_and_the_dense_pass_does_not(arms: dict[str, Path]) -> None:
@@ -303,37 +304,25 @@ def test_an_engine_that_dies_is_started_again(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-import torch
-from test_rollouts_openvino import settings, silent
-from kvaudit.audit.engines.worker_client import WorkerSession
-from kvaudit.audit.sampling.model import load_model
-from kvaudit.audit.training import grpo
-from kvaudit.audit.training.adapters import load_trained_adapter
-torch.set_num_threads(1)
-ask, pushes = WorkerSession.ask, []
-def kills(self, rows, doing):
-    pushes.extend(row for row in rows if "push" in row)
-    if len(pushes) == 3:  # those that it starts with, and those of two steps
-        os.kill(os.getpid(), signal.SIGKILL)
-    return ask(self, rows, doing)
-WorkerSession.ask = kills
-grpo.train(settings(arm="smd"), load_model(), Path(sys.argv[1]), silent, run_folder=Path(sys.argv[2]))
+from kvaudit.audit.engines.rollouts import ExchangeFolder
+folder = ExchangeFolder(Path(sys.argv[1]))
+(folder.path / "weights.npz").write_bytes(b"of the killed")
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_a_killed_run_handed_to_its_engine_is_gone_at_the_next_start_and_what_a_living_one_has_is_not(
-    here: World, arms: dict[str, Path], tmp_path: Path
+def test_the_next_start_removes_the_folder_of_a_killed_run_and_not_that_of_a_living_one(
+    here: World, tmp_path: Path
 ) -> None:
-    root, out, kept = Path(__file__).parent, tmp_path / "smd", tmp_path / "run"
-    living = ExchangeFolder(place := kept / "logs" / "engines")
+    living = ExchangeFolder(place := tmp_path / "run" / "logs" / "engines")
     (living.path / "weights.npz").write_bytes(b"of another")
-    words = [sys.executable, "-c", KILLED, str(out), str(kept)]
-    path = os.pathsep.join([str(root), str(root.parent)])
-    killed = subprocess.run(words, env={**os.environ, "PYTHONPATH": path}, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(place)], env=environment, check=False)
     assert killed.returncode == -signal.SIGKILL
     (left,) = set(place.glob("kvaudit-rollouts-*")) - {living.path}
-    assert (left / "weights.npz").stat().st_size > 1e6
-    assert same(grpo.train(settings(arm="smd"), here.model, out, silent, run_folder=kept), arms["smd"])
+    assert (left / "weights.npz").exists()
+    plain = settings(arm="naive", steps=1, ledger_every=0)
+    grpo.train(plain, here.model, tmp_path / "naive", silent, run_folder=tmp_path / "run")
     assert set(place.glob("kvaudit-rollouts-*")) == {living.path}
     assert (living.path / "weights.npz").read_bytes() == b"of another"
     living.remove()
@@ -357,8 +346,9 @@ def test_an_adapter_is_merged_into_what_the_engine_draws_by_and_the_replay_is_as
     lora = settings(arm="smd", adapter={"rank": 4}, learning_rate=1e-2)
     first = rows(grpo.train(lora, here.model, tmp_path / "smd", silent))
     learnt = load_trained_adapter(here.model, lora.adapter, tmp_path / "smd")
+    once = settings(arm="smd", adapter={"rank": 4}, learning_rate=1e-2, steps=1)
     # an arm that begins from an adapter that has learnt: the engine is started on the weights beside it
-    further = rows(grpo.train(lora, learnt, tmp_path / "further", silent))
+    further = rows(grpo.train(once, learnt, tmp_path / "further", silent))
     for row in (*first, *further):
         assert row["engine/replay_rms"] < 2e-5
         assert row["engine/dense_rms"] > 1e-3
@@ -398,7 +388,8 @@ def test_conversations_go_on_turn_after_turn_and_the_dense_pass_finds_every_draw
         assert int(one.rollout.sampled.sum()) == one.new_tokens
 
 
-@pytest.mark.parametrize("arm", ["smd", pytest.param("tis", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", ["smd", "tis"])
 def test_every_turn_is_replayed_as_the_engine_read_it(here: World, tmp_path: Path, arm: str) -> None:
     agents: dict[str, Any] = {"suites": ["agent", "refusal"], "rollouts": f"{U4},cache_size=0.05", "steps": 2}
     told = settings(arm=arm, context_tokens=300, **agents)
@@ -411,9 +402,11 @@ def test_an_earlier_turn_was_drawn_from_other_codes_than_a_later_one_reads(here:
     told = settings(arm="smd", context_tokens=300, suites=["agent"], rollouts=f"{U4},cache_size=0.05", steps=1)
     run = grpo.TrainingRun(told, here.model, tmp_path)
     try:
-        _, sampled = run.step(0)
+        row, sampled = run.step(0)
     finally:
         run.sampler.close()
+    assert row["engine/replay_rms"] < 2e-5, "every turn is replayed as the engine read it"
+    assert row["engine/dense_rms"] > 1e-3
     talk = max((one.rollout for one in sampled.graded_rows), key=lambda rollout: len(rollout.turns))
     assert len(talk.turns) > 1
     assert sum(int(turn.sampled.sum()) for turn in talk.turns) == int(talk.sampled.sum())
