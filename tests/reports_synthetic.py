@@ -216,7 +216,14 @@ def respecified(data, **gate):
     """The run as if its gate section had begun with these."""
     row = data.spec.written()
     row["gate"] = {key: value for key, value in row["gate"].items() if key not in gate} | gate
-    return dataclasses.replace(data, spec=run_spec(row))
+    return _with_spec(data, run_spec(row))
+
+
+def _with_spec(data, spec):
+    """The run with another spec and the same tables of scores, which are made of its records alone."""
+    other = dataclasses.replace(data, spec=spec)
+    vars(other)["panels"] = data.panels
+    return other
 
 
 def pins(rows, reference="dense"):
@@ -282,7 +289,7 @@ def loaded(folder, design):
     key = repr(dataclasses.replace(_without_gate(design), telemetry=design.telemetry))
     if key not in _LOADED:
         _LOADED[key] = load_run(build(folder, design))
-    return dataclasses.replace(_LOADED[key], spec=run_spec(spec_of(design)))
+    return _with_spec(_LOADED[key], run_spec(spec_of(design)))
 
 
 def _engine_words(condition):

@@ -35,7 +35,7 @@ WRONG = {
 }
 
 
-def beside_gate(found):
+def floor_beside_gate(found):
     """The table of the floor and its sentences beside the gated cells."""
     gated = [d for d in found.verdict.decisions if d.gated]
     return list(FloorSection().beside_gate(found.values["floor"], found, gated))
@@ -189,7 +189,7 @@ def test_a_setting_that_acts_somewhere_is_invalid_where_it_does_not(tmp_path: Pa
 FLOOR_WRONG = {F32: range(0, 4), U4: range(0, 8), U8: range(2, 6)}
 
 
-def floored(tmp_path: Path, moved, way="shuffled", **more):
+def run_with_floor(tmp_path: Path, moved, way="shuffled", **more):
     design = served(U4, U8, F32, wrong=FLOOR_WRONG, **more)
     run = synthetic.build(tmp_path / "run", design)
     synthetic.ask_again(run, design, moved, changes=way)
@@ -197,7 +197,7 @@ def floored(tmp_path: Path, moved, way="shuffled", **more):
 
 
 def test_the_floor_counts_texts_and_flips_of_what_was_asked_again(tmp_path: Path) -> None:
-    found = decide_run(load_run(floored(tmp_path, {U4: (1, 2, 5)})))
+    found = decide_run(load_run(run_with_floor(tmp_path, {U4: (1, 2, 5)})))
     rows = {
         (u.policy, u.way): (u.same, u.answers, [(f.lost, f.gained, f.drift) for f in u.flips])
         for u in found.values["floor"]
@@ -209,7 +209,7 @@ def test_the_floor_counts_texts_and_flips_of_what_was_asked_again(tmp_path: Path
 
 
 def test_the_floor_stands_beside_the_figures_it_is_the_floor_of(tmp_path: Path) -> None:
-    run = floored(tmp_path, {U4: (1, 2, 5)})
+    run = run_with_floor(tmp_path, {U4: (1, 2, 5)})
     write_report(run)
     page = run_text(run)
     own = "again 64 of 64 texts the same, 0 lost 0 gained; shuffled 56 of 64 texts the same, 1 lost 2 gained"
@@ -227,20 +227,21 @@ def test_the_floor_stands_beside_the_figures_it_is_the_floor_of(tmp_path: Path) 
 )
 def test_a_figure_no_larger_than_its_floor_is_called_that(tmp_path: Path, moved, said: bool) -> None:
     """Under u8 4 of 128 answers flip: 2 of 64 do by themselves, or 1, or none."""
-    found = decide_run(load_run(floored(tmp_path, {U8: moved})))
+    found = decide_run(load_run(run_with_floor(tmp_path, {U8: moved})))
     sentence = "no more answers changed than change by asking again in another order"
     assert (
-        any(isinstance(line, str) and sentence in line and "openvino u8" in line for line in beside_gate(found)) is said
+        any(isinstance(line, str) and sentence in line and "openvino u8" in line for line in floor_beside_gate(found))
+        is said
     )
 
 
 def test_a_floor_changes_no_verdict(tmp_path: Path) -> None:
-    plain, shaken = (floored(tmp_path / name, moved) for name, moved in (("a", {}), ("b", {U4: (30, 0, 0)})))
+    plain, shaken = (run_with_floor(tmp_path / name, moved) for name, moved in (("a", {}), ("b", {U4: (30, 0, 0)})))
     assert decide_run(load_run(plain)).verdict == decide_run(load_run(shaken)).verdict
 
 
 def test_a_changed_floor_is_a_problem_and_no_number(tmp_path: Path) -> None:
-    run = floored(tmp_path, {})
+    run = run_with_floor(tmp_path, {})
     unit = next((run / "floor" / "again").glob("*.jsonl"))
     unit.write_text(unit.read_text().replace('"score": 1.0', '"score": 0.5', 1))
     found = decide_run(load_run(run))
@@ -251,7 +252,7 @@ def test_a_changed_floor_is_a_problem_and_no_number(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_floor_is_named(tmp_path: Path) -> None:
-    run = floored(tmp_path, {})
+    run = run_with_floor(tmp_path, {})
     seal = next((run / "floor" / "shuffled").glob("*.done.json"))
     seal.unlink()
     found = decide_run(load_run(run))
@@ -259,7 +260,7 @@ def test_an_unfinished_floor_is_named(tmp_path: Path) -> None:
     assert any(line.startswith("floor/shuffled/") and "not finished" in line for line in found.problems)
 
 
-def test_a_floor_that_nobody_asked_for_is_said_to_lack(tmp_path: Path) -> None:
+def test_a_report_says_that_no_answers_were_asked_again(tmp_path: Path) -> None:
     run = synthetic.build(tmp_path / "run", served(U4, U8, F32))
     write_report(run)
     page = run_text(run)
@@ -352,7 +353,7 @@ def test_a_trained_arm_stands_beside_the_floor_of_both_arms(tmp_path: Path) -> N
     run = synthetic.build(tmp_path / "run", design)
     synthetic.ask_again(run, design, {U4: (0, 1, 0), F32: (0, 2, 0)})
     found = decide_run(load_run(run))
-    (alike, deployed) = beside_gate(found)[0].rows
+    (alike, deployed) = floor_beside_gate(found)[0].rows
     one, two = "shuffled 63 of 64 texts the same, 0 lost 1 gained", "shuffled 62 of 64 texts the same, 0 lost 2 gained"
     same = "again 64 of 64 texts the same, 0 lost 0 gained"
     assert alike[0] == deployed[0] == "naive @ openvino u4"

@@ -50,14 +50,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield place
 
 
-def started(here: World, condition: str, folder: Path) -> Drawer:
+def start_drawer(here: World, condition: str, folder: Path) -> Drawer:
     found = parse_condition(f"{condition},cache_size={GIB}")
     context = EngineContext(here.model, EngineSpec(), folder / "log", 1)
     return ENGINES.get("openvino").drawer(dict(found.settings), context)
 
 
-def drawn(here: World, condition: str, folder: Path, heat: float = 0.0) -> list[DrawnRollout]:
-    drawer = started(here, condition, folder)
+def draw_rollouts(here: World, condition: str, folder: Path, heat: float = 0.0) -> list[DrawnRollout]:
+    drawer = start_drawer(here, condition, folder)
     try:
         return drawer.draw([one._replace(temperature=heat) for one in here.asked], keep=9)
     finally:
@@ -75,23 +75,23 @@ def _converted(here: World) -> Path:
 # --- what the engine says and stores ----------------------------------------------------------------------------------
 
 
-def test_uncompressed_it_says_what_our_own_cache_says(here: World, tmp_path: Path) -> None:
-    found = drawn(here, F32, tmp_path)
+def test_uncompressed_rollouts_equal_those_of_our_own_cache(here: World, tmp_path: Path) -> None:
+    found = draw_rollouts(here, F32, tmp_path)
     assert [one.ids for one in found] == [own.ids for own in here.own]
     for one, own in zip(found, here.own, strict=True):
         assert one.logprobs == pytest.approx(own.logprobs, abs=1e-4)  # float32, another order of sums
 
 
-def test_it_says_what_the_engine_says_by_its_own_scheduler(here: World, tmp_path: Path) -> None:
+def test_drawn_tokens_are_those_that_the_engine_serves(here: World, tmp_path: Path) -> None:
     with here.start(U8, tmp_path) as session:
         served = session.answer(here.asked)
-    found = drawn(here, U8, tmp_path)
+    found = draw_rollouts(here, U8, tmp_path)
     assert [one.ids for one in found] == [one.ids for one in served]
     assert [sum(one.logprobs) for one in found] == pytest.approx([one.logprob for one in served], abs=1e-3)
 
 
 def test_draws_follow_the_seed_and_the_temperature(here: World, tmp_path: Path) -> None:
-    hot, again, cool = (drawn(here, F32, tmp_path, heat) for heat in (1.5, 1.5, 0.5))
+    hot, again, cool = (draw_rollouts(here, F32, tmp_path, heat) for heat in (1.5, 1.5, 0.5))
     assert [one.ids for one in hot] == [one.ids for one in again] != [one.ids for one in cool]
 
 
@@ -157,7 +157,7 @@ def test_the_cache_holds_what_the_store_says_to_the_last_bit(here: World, bits: 
     ],
 )
 def test_every_store_that_is_known_replays(here: World, tmp_path: Path, setting: str) -> None:
-    found = drawn(here, f"openvino:{setting}", tmp_path, 1.0)
+    found = draw_rollouts(here, f"openvino:{setting}", tmp_path, 1.0)
     store = ENGINES.get("openvino").store(dict(parse_condition(f"openvino:{setting}").settings))
     pairs = zip(here.asked, found, strict=True)
     rollouts = [engine_rollout(here.model.model.config, asked.ids, one, store) for asked, one in pairs]
@@ -176,19 +176,19 @@ def test_every_store_that_is_known_replays(here: World, tmp_path: Path, setting:
         ("KV_CACHE_PRECISION=u4,KEY_CACHE_QUANT_MODE=BY_HEAD", "Expected AUTO/BY_CHANNEL/BY_TOKEN"),
     ],
 )
-def test_a_property_is_refused_as_it_is_where_the_engine_serves(
+def test_a_bad_property_is_refused_for_drawing_and_for_serving(
     here: World, tmp_path: Path, setting: str, words: str
 ) -> None:
-    for start in (started, lambda *given: given[0].start(given[1], given[2])):
+    for start in (start_drawer, lambda *given: given[0].start(given[1], given[2])):
         with pytest.raises(EngineFailed, match=words):
             start(here, f"openvino:{setting}", tmp_path)
 
 
-def test_a_property_that_the_device_does_not_list_is_taken_where_it_serves_by_it(here: World, tmp_path: Path) -> None:
+def test_a_property_that_the_device_does_not_list_can_be_set(here: World, tmp_path: Path) -> None:
     by_token = f"{U4},KEY_CACHE_QUANT_MODE=BY_TOKEN"
     with here.start(by_token, tmp_path) as session:
         served = session.answer(here.asked)
-    found = drawn(here, by_token, tmp_path)
+    found = draw_rollouts(here, by_token, tmp_path)
     assert [one.ids for one in found] == [one.ids for one in served]
     assert [sum(one.logprobs) for one in found] == pytest.approx([one.logprob for one in served], abs=1e-3)
 
@@ -240,7 +240,7 @@ def _without(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if not name.startswith("seconds_")}
 
 
-def same(one: Path, other: Path) -> bool:
+def is_same_run(one: Path, other: Path) -> bool:
     same_rows = list(map(_without, rows(one))) == list(map(_without, rows(other)))
     return same_rows and sha256(one / "model.safetensors") == sha256(other / "model.safetensors")
 
@@ -266,10 +266,10 @@ def test_an_engine_on_stale_weights_stops_the_step_and_the_run_goes_on(
         grpo.train(settings(arm="smd"), here.model, tmp_path / "smd", silent)
     assert "\n" not in str(error.value)
     monkeypatch.undo()
-    assert same(grpo.train(settings(arm="smd"), here.model, tmp_path / "smd", silent), arms["smd"])
+    assert is_same_run(grpo.train(settings(arm="smd"), here.model, tmp_path / "smd", silent), arms["smd"])
 
 
-def test_an_engine_that_says_otherwise_than_the_learner_of_what_it_stored_stops_the_step(
+def test_log_probs_of_an_engine_that_differ_from_the_replay_stop_the_step(
     here: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = WorkerDrawer.draw
@@ -298,7 +298,7 @@ def test_an_engine_that_dies_is_started_again(
         return draw(self, asked, keep=keep)
 
     monkeypatch.setattr(WorkerDrawer, "draw", dying)
-    assert same(grpo.train(settings(arm="smd"), here.model, tmp_path / "smd", silent), arms["smd"])
+    assert is_same_run(grpo.train(settings(arm="smd"), here.model, tmp_path / "smd", silent), arms["smd"])
 
 
 KILLED = """
@@ -340,9 +340,7 @@ def test_an_engine_that_dies_again_and_again_is_one_line(
         grpo.train(settings(arm="tis"), here.model, tmp_path / "tis", silent)
 
 
-def test_an_adapter_is_merged_into_what_the_engine_draws_by_and_the_replay_is_as_exact(
-    here: World, tmp_path: Path
-) -> None:
+def test_an_adapter_is_merged_into_the_weights_that_the_engine_draws_with(here: World, tmp_path: Path) -> None:
     lora = settings(arm="smd", adapter={"rank": 4}, learning_rate=1e-2)
     first = rows(grpo.train(lora, here.model, tmp_path / "smd", silent))
     learnt = load_trained_adapter(here.model, lora.adapter, tmp_path / "smd")
@@ -352,12 +350,12 @@ def test_an_adapter_is_merged_into_what_the_engine_draws_by_and_the_replay_is_as
     for row in (*first, *further):
         assert row["engine/replay_rms"] < 2e-5
         assert row["engine/dense_rms"] > 1e-3
-    assert _apart(here, learnt, tmp_path) > 1e-2, "of the weights beside it alone"
+    assert _distance_from(here, learnt, tmp_path) > 1e-2, "of the weights beside it alone"
 
 
-def _apart(here: World, learnt: Any, folder: Path) -> float:
+def _distance_from(here: World, learnt: Any, folder: Path) -> float:
     """How far an engine with the weights of ``here`` is from what was learnt, root mean square in nats a token."""
-    found = drawn(here, F32, folder, 1.0)
+    found = draw_rollouts(here, F32, folder, 1.0)
     pairs = zip(here.asked, found, strict=True)
     rollouts = [engine_rollout(here.model.model.config, asked.ids, one) for asked, one in pairs]
     said = torch.cat([one.sampler_logprobs[one.sampled] for one in rollouts])
@@ -378,7 +376,7 @@ def test_conversations_go_on_turn_after_turn_and_the_dense_pass_finds_every_draw
     # uncompressed and in float32: nothing but rounding lies between the two, if places and tokens are right
     assert row["engine/dense_rms"] < 2e-5
     talks = [one for one in sampled.graded_rows if one.item.suite == "agent"]
-    turns = [_drawn_parts(one.rollout.sampled.tolist()) for one in talks]
+    turns = [_count_drawn_runs(one.rollout.sampled.tolist()) for one in talks]
     assert max(turns) > 1
     for one, parts in zip(talks, turns, strict=True):
         answers = [message for message in one.transcript if message.role is Role.ASSISTANT]
@@ -399,7 +397,7 @@ def test_every_turn_is_replayed_as_the_engine_read_it(here: World, tmp_path: Pat
 
 
 def test_an_earlier_turn_was_drawn_from_other_codes_than_a_later_one_reads(here: World, tmp_path: Path) -> None:
-    told = settings(arm="smd", context_tokens=300, suites=["agent"], rollouts=f"{U4},cache_size=0.05", steps=1)
+    told = settings(arm="smd", context_tokens=300, suites=["agent"], prompts_per_step=1, steps=1)
     run = grpo.TrainingRun(told, here.model, tmp_path)
     try:
         row, sampled = run.step(0)
@@ -418,7 +416,7 @@ def test_an_earlier_turn_was_drawn_from_other_codes_than_a_later_one_reads(here:
     assert not torch.equal(*both), "beyond the first layer what is read in other codes is written otherwise"
 
 
-def _drawn_parts(sampled: list[bool]) -> int:
+def _count_drawn_runs(sampled: list[bool]) -> int:
     """How many runs of drawn tokens there are."""
     return sum(own and not before for before, own in pairwise([False, *sampled]))
 
@@ -478,10 +476,10 @@ def test_an_engine_with_other_weights_than_the_learner_is_refused(here: World, t
         ),
     ],
 )
-def test_what_cannot_be_drawn_or_learnt_from_is_refused_by_name(options: dict[str, Any], words: str) -> None:
+def test_rollouts_that_smd_cannot_use_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         settings(arm="smd", **options)
 
 
-def test_what_no_replay_is_known_of_can_still_be_weighed() -> None:
+def test_arm_tis_takes_settings_that_no_replay_knows() -> None:
     assert settings(arm="tis", rollouts=f"{U8},KEY_CACHE_GROUP_SIZE=16").store is None
