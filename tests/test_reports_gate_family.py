@@ -263,7 +263,7 @@ def test_worst_policy_names_the_policy_that_breaks(tmp_path):
     assert d.effect.estimate < -0.2
 
 
-def selective(report, **margins):
+def selective(report):
     return [c for c in report.drift.contrasts if c.estimand == "selectivity"]
 
 
@@ -296,16 +296,12 @@ def test_selectivity_fails_where_only_safety_fell(tmp_path):
     assert verdict.adjustment.method == MAX_T
 
 
-def test_selectivity_of_two_equal_suites_has_the_variance_of_a_difference(plain):
-    """Two independent copies: the p-value is that of a t with twice the variance."""
-    from scipy import special
-
+def test_selectivity_of_two_equal_suites_has_the_variance_of_a_difference():
     from kvaudit.reports.verdict.selectivity import _pool, _Spread
 
     spread = _pool([_Spread(0.04, 59), _Spread(0.04, 59)])
     assert spread.variance == pytest.approx(0.08)
     assert spread.df == pytest.approx(118)
-    assert special.stdtr(spread.df, -1) < 0.5
 
 
 def test_parity_needs_both_sides(tmp_path):
