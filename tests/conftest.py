@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -182,6 +182,22 @@ def roots_found_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tango, "_root", once(tango._root))
         patch.setattr(rule, "_log_ratio", once(rule._log_ratio))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signs_drawn_once() -> Iterator[None]:
+    """The random signs of a family depend on its size alone: those of the last sizes are kept."""
+    from kvaudit.reports.verdict import family
+
+    plain = family._patterns
+
+    @lru_cache(maxsize=4)
+    def drawn(sizes: tuple[tuple[str, int], ...], exact: bool) -> list[Any]:
+        return list(plain(dict(sizes), exact=exact))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(family, "_patterns", lambda sizes, *, exact: drawn(tuple(sizes.items()), exact))
         yield
 
 

@@ -15,10 +15,12 @@ from kvaudit.core.provenance import inputs_sha256
 from kvaudit.core.records import Message, Outcome, Record, Role
 from kvaudit.core.spans import KeptSpan, Place
 from kvaudit.core.spec import RunSpec
+from kvaudit.reports.records.load import load_run
 from kvaudit.reports.records.rows import Columns, columns_of
 from kvaudit.reports.sections.base import Inputs, sections
 from kvaudit.reports.verdict.decide import decide
 
+_MADE, _LOADED = {}, {}  # by what is made
 MARGINS = {"refusal": 5, "agent": 5, "math": 3}
 KINDS = {"refusal": "safety", "agent": "safety", "math": "capability", "gsm8k": "capability"}
 INPUTS = {"rows": {}, "model": {"config.json": "c" * 64}, "plug-ins": {}}
@@ -214,7 +216,14 @@ def respecified(data, **gate):
     """The run as if its gate section had begun with these."""
     row = data.spec.written()
     row["gate"] = {key: value for key, value in row["gate"].items() if key not in gate} | gate
-    return dataclasses.replace(data, spec=run_spec(row))
+    return _with_spec(data, run_spec(row))
+
+
+def _with_spec(data, spec):
+    """The run with another spec and the same tables of scores, which are made of its records alone."""
+    other = dataclasses.replace(data, spec=spec)
+    vars(other)["panels"] = data.panels
+    return other
 
 
 def pins(rows, reference="dense"):
@@ -231,22 +240,39 @@ def pins(rows, reference="dense"):
     }
 
 
+def _without_gate(design):
+    """The design without what shows in no record."""
+    return dataclasses.replace(design, primary=(), margins={}, estimands=(), telemetry=0)
+
+
+def _made(design):
+    """The text of every unit and the pins of its records, made once for all runs with the same records."""
+    key = repr(_without_gate(design))
+    if key not in _MADE:
+        units = list(records_of(design))
+        texts = [(unit, "".join(row.to_json() + "\n" for row in rows)) for unit, rows in units]
+        everything = [row for _, rows in units for row in rows]
+        _MADE[key] = texts, pins(everything, "dense" if design.train else "base")
+        if len(_MADE) > 8:
+            del _MADE[next(iter(_MADE))]
+    return _MADE[key]
+
+
 def build(folder, design):
     """Write a whole run folder; returns its path."""
     run = Path(folder)
     (run / "records").mkdir(parents=True)
     (run / "spec.yaml").write_text(yaml.safe_dump(spec_of(design), sort_keys=False))
-    everything = []
-    for unit, rows in records_of(design):
-        everything += rows
-        write_unit(run / "records" / f"{unit}.jsonl", "".join(row.to_json() + "\n" for row in rows))
+    units, pinned = _made(design)
+    for unit, text in units:
+        write_unit(run / "records" / f"{unit}.jsonl", text)
     provenance = {
         "spec_sha256": run_spec(spec_of(design)).sha256,
         "versions": {"kvaudit": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0"},
         "started": "2026-01-02T03:04:05Z",
         "finished": "2026-01-02T03:16:05Z",
         "spec_file_sha256": hashlib.sha256((run / "spec.yaml").read_bytes()).hexdigest(),
-        **pins(everything, spec_of(design)["gate"]["reference"]),
+        **pinned,
         "selecting_policies": [],
         "suite_kinds": KINDS,
         "inputs": INPUTS,
@@ -256,6 +282,14 @@ def build(folder, design):
     if design.telemetry and design.train:
         _telemetry(run, design)
     return run
+
+
+def loaded(folder, design):
+    """The loaded run of a design; designs that differ in nothing but their gate share the folder of the first."""
+    key = repr(dataclasses.replace(_without_gate(design), telemetry=design.telemetry))
+    if key not in _LOADED:
+        _LOADED[key] = load_run(build(folder, design))
+    return _with_spec(_LOADED[key], run_spec(spec_of(design)))
 
 
 def _engine_words(condition):

@@ -132,8 +132,9 @@ def test_only_quarterly_takes_a_judge(rows: Path) -> None:
     assert "init check takes no --judge" in err
 
 
-def test_a_window_that_is_too_short_is_one_line_with_both_windows(rows: Path) -> None:
-    spec = parse_spec_text(kvaudit("init", "quarterly", "embedded", *SERVERS, *JUDGE, "--out", "-")[1])
+def test_a_window_too_short_for_a_prompt_its_thoughts_and_its_answer_is_one_line(rows: Path) -> None:
+    text = kvaudit("init", "quarterly", "embedded", *SERVERS, *JUDGE, "--out", "-")[1]
+    spec = parse_spec_text(text)
     lossy, plain = spec.evaluate.policies
     check_windows(spec, {lossy: 956, plain: 32_768})
     with pytest.raises(SpecError) as error:
@@ -142,12 +143,7 @@ def test_a_window_that_is_too_short_is_one_line_with_both_windows(rows: Path) ->
         f"{lossy} has a context window of 512 tokens ({plain} 956), and a prompt with its answer takes 956; serve all "
         "with a window as long, or lower context_tokens"
     )
-
-
-def test_a_window_must_hold_the_thoughts_too(rows: Path) -> None:
-    text = kvaudit("init", "quarterly", "embedded", *SERVERS, *JUDGE, "--out", "-")[1]
     spec = parse_spec_text(text.replace("  seed: 1000\n", "  seed: 1000\n  think: {budget: 500}\n"))
-    lossy, _ = spec.evaluate.policies
     with pytest.raises(SpecError, match="a prompt with its answer takes 1456"):
         check_windows(spec, {lossy: 1455})
 

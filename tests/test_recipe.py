@@ -140,7 +140,10 @@ def test_the_command_prints_a_recipe_and_the_lines_of_a_constitution_that_change
 
 
 def test_the_disclosure_cites_the_recipe_of_a_run(tmp_path: Path) -> None:
-    run = build(tmp_path / "run", Design(seeds=(1,)))
+    run = build(
+        tmp_path / "run",
+        Design(arms=("dense", "naive"), seeds=(1,), policies=("none",), suites=("refusal",), items=12, clusters=6),
+    )
     (run / RECIPE).write_text(json.dumps(held()))
     page = disclosure_page(load_run(run))
     told = json.loads(render_disclosure(page))["change_record"]

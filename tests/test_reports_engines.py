@@ -35,7 +35,7 @@ WRONG = {
 }
 
 
-def beside_gate(found):
+def floor_beside_gate(found):
     """The table of the floor and its sentences beside the gated cells."""
     gated = [d for d in found.verdict.decisions if d.gated]
     return list(FloorSection().beside_gate(found.values["floor"], found, gated))
@@ -51,7 +51,7 @@ def served(*policies, **more):
 
 
 def found_in(tmp_path: Path, design):
-    return decide_run(load_run(synthetic.build(tmp_path / "run", design)))
+    return decide_run(synthetic.loaded(tmp_path / "run", design))
 
 
 def drifts(found, estimand):
@@ -66,15 +66,6 @@ def test_each_condition_is_held_against_the_reference_of_its_own_engine(tmp_path
         (U8, Status.PASS),
         (Q4, Status.PASS),
     }
-
-
-@pytest.mark.parametrize("reference", ["none", F16])
-def test_another_reference_would_give_another_number(tmp_path: Path, reference: str) -> None:
-    """The off-by-one that the test above must catch."""
-    found = found_in(tmp_path, served("none", U4, U8, F32, Q4, F16))
-    wrong = {"none": -44 / 128, F16: -16 / 128}
-    rates = {c.policy: c.rate for c in found.drift.cells}
-    assert rates[U4] - rates[reference] == wrong[reference] != -0.25
 
 
 def test_a_run_of_one_engine_alone_gates_as_any_other(tmp_path: Path) -> None:
@@ -230,7 +221,8 @@ def test_a_figure_no_larger_than_its_floor_is_called_that(tmp_path: Path, moved,
     found = decide_run(load_run(floored(tmp_path, {U8: moved})))
     sentence = "no more answers changed than change by asking again in another order"
     assert (
-        any(isinstance(line, str) and sentence in line and "openvino u8" in line for line in beside_gate(found)) is said
+        any(isinstance(line, str) and sentence in line and "openvino u8" in line for line in floor_beside_gate(found))
+        is said
     )
 
 
@@ -259,7 +251,7 @@ def test_an_unfinished_floor_is_named(tmp_path: Path) -> None:
     assert any(line.startswith("floor/shuffled/") and "not finished" in line for line in found.problems)
 
 
-def test_a_floor_that_nobody_asked_for_is_said_to_lack(tmp_path: Path) -> None:
+def test_a_report_says_that_no_answers_were_asked_again(tmp_path: Path) -> None:
     run = synthetic.build(tmp_path / "run", served(U4, U8, F32))
     write_report(run)
     page = run_text(run)
@@ -299,7 +291,7 @@ def test_the_disclosure_names_engine_settings_and_reference(tmp_path: Path) -> N
 
 def test_weights_that_nothing_shows_are_said_wherever_the_verdict_is(tmp_path: Path) -> None:
     """A server may serve another model than the checkpoint that the verdict names."""
-    data = load_run(synthetic.build(tmp_path / "run", served(U4, U8, F32)))
+    data = synthetic.loaded(tmp_path / "run", served(U4, U8, F32))
     assert not any("could not be checked" in line for line in remarks(decide_run(data)))
     said = {
         policy: {**own, "not shown": "weights"} for policy, own in data.provenance["engines"].items() if policy != U8
@@ -313,7 +305,7 @@ def test_weights_that_nothing_shows_are_said_wherever_the_verdict_is(tmp_path: P
 
 
 def test_the_page_says_what_the_engine_made_of_each_setting(tmp_path: Path) -> None:
-    data = load_run(synthetic.build(tmp_path / "run", served(U4, F32)))
+    data = synthetic.loaded(tmp_path / "run", served(U4, F32))
     page = page_of(with_report_sections(data, decide_run(data)))
     (section,) = [part for part in page.sections if part.anchor == "engines"]
     asked, said = section.tables
@@ -329,7 +321,7 @@ def test_the_page_says_what_the_engine_made_of_each_setting(tmp_path: Path) -> N
 
 
 def test_the_page_says_how_conversations_of_several_turns_were_read(tmp_path: Path) -> None:
-    data = load_run(synthetic.build(tmp_path / "run", served("none", U4, F32)))
+    data = synthetic.loaded(tmp_path / "run", served("none", U4, F32))
     decided = decide_run(data)
     words = {"none": "one cache", F32: "sent whole", U4: "sent whole"}
 
@@ -352,7 +344,7 @@ def test_a_trained_arm_stands_beside_the_floor_of_both_arms(tmp_path: Path) -> N
     run = synthetic.build(tmp_path / "run", design)
     synthetic.ask_again(run, design, {U4: (0, 1, 0), F32: (0, 2, 0)})
     found = decide_run(load_run(run))
-    (alike, deployed) = beside_gate(found)[0].rows
+    (alike, deployed) = floor_beside_gate(found)[0].rows
     one, two = "shuffled 63 of 64 texts the same, 0 lost 1 gained", "shuffled 62 of 64 texts the same, 0 lost 2 gained"
     same = "again 64 of 64 texts the same, 0 lost 0 gained"
     assert alike[0] == deployed[0] == "naive @ openvino u4"
@@ -399,8 +391,7 @@ def test_figures_have_room_for_conditions_with_long_names(tmp_path: Path, settin
 
 def test_replicas_behind_an_address_are_said_not_to_be_told_apart(tmp_path: Path) -> None:
     one, other = (f"endpoint:base_url=http://10.1.2.3:{port}/v1,model=m" for port in (8001, 8002))
-    run = synthetic.build(tmp_path / "run", replace(served(one, other), references={one: other}))
-    (line,) = [line for line in remarks(decide_run(load_run(run))) if "replicas" in line]
+    found = found_in(tmp_path, replace(served(one, other), references={one: other}))
+    (line,) = [line for line in remarks(found) if "replicas" in line]
     assert "cannot be told apart: they count as one server" in line
-    own = synthetic.build(tmp_path / "own", served(U4, F32))
-    assert not any("replicas" in line for line in remarks(decide_run(load_run(own))))
+    assert not any("replicas" in line for line in remarks(found_in(tmp_path / "own", served(U4, F32))))

@@ -330,7 +330,7 @@ def test_an_answer_that_nobody_scored_leaves_the_bounds_of_a_facet_wider(run, ar
     def bounds(outcome, score, unsafe):
         table = records.copy()
         table.loc[gone, ["outcome", "score", "facet_unsafe"]] = [outcome, score, unsafe]
-        found = decide_run(replace(run, records=table)).drift.contrasts
+        found = decide_run(replace(run, records=table), everything=False).drift.contrasts
         [c] = [c for c in found if c.name == CellName("alike", "naive", "none", "refusal.unsafe", context)]
         return c
 

@@ -33,7 +33,7 @@ from kvaudit.reports.verdict.label_sheet import pairs_of, pairs_to_label, record
 from kvaudit.reports.verdict.verdict import Status
 
 
-def found_in(run):
+def findings_of(run):
     """What a report of the run says, without its figures drawn."""
     data = load_run(run)
     return with_report_sections(data, decide_run(data))
@@ -215,7 +215,7 @@ def test_the_largest_gap_of_any_step_stands_beside_the_rounding_of_the_dense_arm
         ]
         path = run / "checkpoints" / arm / "seed-1" / "telemetry.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = page_text(page_of(found_in(run)))
+    text = page_text(page_of(findings_of(run)))
     assert "| arm | steps | largest gap, nats | dense's own (rounding floor) | k3 KL, mean | k3 KL, largest |" in text
     assert "| smd | 3 | 0.5 | 2.0e-06 | 0.0167 | 0.05 |" in text
 
@@ -246,7 +246,7 @@ def test_examples_show_the_sample_that_was_lost(tmp_path):
             row["transcript"][-1]["content"] = answers[row["sample_index"]]
             rows.append(json.dumps(row) + "\n")
         write_unit(unit, "".join(rows))
-    [example] = found_in(run).values["examples"]
+    [example] = findings_of(run).values["examples"]
     assert (example.item_id, example.loss) == ("math-0003", -0.5)
     assert example.reference_answer == "best"
 
@@ -261,7 +261,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
 
 def test_an_invalid_run_is_still_reported(tmp_path):
     run = build(tmp_path / "run", Design(arms=("dense", "smd"), seeds=(1,), suites=("math",), items=12, clusters=4))
-    report = found_in(run)
+    report = findings_of(run)
     assert report.verdict.exit_code == 5
     assert "FEW_CLUSTERS" in page_text(page_of(report))
 
@@ -276,8 +276,14 @@ def test_examples_are_items_the_reference_won(written):
     assert report.values["examples"][0].arm == "naive"
 
 
+def test_pages_with_all_their_figures_stay_small(written, doses):
+    sizes = [(run / "report" / "report.html").stat().st_size for run, _ in (written, doses)]
+    assert max(sizes) < 320_000
+
+
+@pytest.mark.slow
 def test_the_page_of_a_full_grid_stays_small(tmp_path, figures):
-    report = decide_run(load_run(build(tmp_path / "run", Design(items=64, clusters=32))))
+    report = decide_run(load_run(build(tmp_path / "run", Design(items=24, clusters=8))))
     assert len(formats()["report.html"](page_of(report))) < 1_500_000
 
 
@@ -291,7 +297,7 @@ def test_the_quadrant_shows_every_interval_of_every_panel():
     assert (low, high) == pytest.approx((-2.5, 28.5))
 
 
-def labelled(run, records=None):
+def add_human_labels(run, records=None):
     """A run whose refusal cell people looked at: they agree with the judge."""
     data = load_run(run)
     report = decide_run(data)
@@ -306,8 +312,8 @@ def labelled(run, records=None):
 
 def test_human_labels_of_these_records_are_shown(tmp_path):
     run = build(tmp_path / "run", tiny())
-    labelled(run)
-    report = found_in(run)
+    add_human_labels(run)
+    report = findings_of(run)
     text = page_text(page_of(report))
     assert "## Judge and people" in text
     assert "| alike, smd @ none, refusal 192 |" in text
@@ -318,7 +324,7 @@ def test_human_labels_of_these_records_are_shown(tmp_path):
 
 def test_human_labels_of_other_records_are_refused(tmp_path):
     run = build(tmp_path / "run", tiny())
-    labelled(run, "0" * 64)
+    add_human_labels(run, "0" * 64)
     with pytest.raises(DataError, match=r"adjudication\.json is about other records than those of .*; delete it"):
         write_report(run)
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from reports_synthetic import Design, build, policy, records_of, redecided, reruled, write_unit
+from reports_synthetic import Design, build, loaded, policy, records_of, redecided, reruled, write_unit
 
 from kvaudit.core.records import Outcome
 from kvaudit.reports.page.banner import run_banner
@@ -104,8 +104,8 @@ def report_of(tmp_path, **more):
         "suites": ("refusal",),
         "seed_sd": 0.0,
     }
-    design = Design(**{**options, "items": 600, "clusters": 100, **more})
-    return decide_run(load_run(build(tmp_path / "run", design)))
+    design = Design(**{**options, "items": 300, "clusters": 100, **more})
+    return decide_run(loaded(tmp_path / "run", design))
 
 
 def test_arms_are_gated_separately_and_the_worst_decides(tmp_path):
@@ -139,6 +139,7 @@ def test_serving_beside_trained_arms_holds_the_reference_under_every_policy(tmp_
     found = report_of(
         tmp_path,
         seeds=(1, 2, 3),
+        arms=("dense", "smd"),
         policies=("none", SNAP, STREAMING),
         serving={SNAP: 0.5},
         primary=("none",),
@@ -150,7 +151,6 @@ def test_serving_beside_trained_arms_holds_the_reference_under_every_policy(tmp_
     assert {d.policy for d in verdict.decisions if d.gated and d.estimand == "alike"} == {"none"}
     assert {a.arm: a.status for a in verdict.arms} == {
         "dense": Status.FAIL,
-        "naive": Status.PASS,
         "smd": Status.PASS,
     }
     assert verdict.status is Status.FAIL
@@ -198,7 +198,7 @@ def test_a_reference_at_the_floor_never_passes(tmp_path):
         assert d.effect.lower > -0.05, "the interval alone would pass"
         assert d.status is Status.NOT_MEASURABLE
         assert d.reasons[0].code == "FLOOR"
-        assert d.reasons[0].text.endswith("of 600 answers right served alike: nothing to lose")
+        assert d.reasons[0].text.endswith("of 300 answers right served alike: nothing to lose")
     assert {d.status for d in verdict.decisions if d.gated and d.policy == "none"} == {Status.PASS}
     assert (verdict.status, verdict.exit_code) == (Status.NOT_MEASURABLE, 6)
 
@@ -215,7 +215,7 @@ def test_a_cell_at_the_floor_is_not_the_headline_while_another_exists(tmp_path):
 
 
 def test_a_recipe_at_the_floor_does_not_pass_either(tmp_path):
-    verdict = at_floor(tmp_path, seeds=(1, 2, 3), primary=(SNAP,)).verdict
+    verdict = at_floor(tmp_path, arms=("dense", "smd"), seeds=(1, 2, 3), primary=(SNAP,)).verdict
     assert {d.recipe for d in verdict.decisions if d.gated} == {Status.NOT_MEASURABLE}
 
 
@@ -230,7 +230,7 @@ def test_a_gain_that_is_shown_passes_at_the_floor(tmp_path):
 
 
 def test_a_loss_that_is_shown_fails_at_the_floor_too(tmp_path):
-    report = report_of(tmp_path, drops={("naive", "refusal"): 0.4}, primary=("none",), margins={"refusal": 95})
+    report = report_of(tmp_path, drops={("naive", "refusal"): 0.3}, policies=("none",), margins={"refusal": 95})
     [d] = [d for d in report.verdict.decisions if d.arm == "naive"]
     assert d.status is Status.NOT_MEASURABLE  # within so wide a margin, which says nothing at such a rate
     own = report.drift.answers["none"]
@@ -241,7 +241,7 @@ def test_a_loss_that_is_shown_fails_at_the_floor_too(tmp_path):
 
 
 def test_too_few_templates_for_the_margin_are_said_plainly(tmp_path):
-    report = report_of(tmp_path, suites=("math",), items=288, clusters=72, primary=("none",))
+    report = report_of(tmp_path, suites=("math",), items=288, clusters=72, policies=("none",))
     words = "needs 99 templates for 3 pp, the run has 72: add templates"
     verdict = report.verdict
     assert f"math {words}." in run_banner(report).lines
@@ -276,8 +276,9 @@ def test_serving_runs_gate_each_policy_against_none(tmp_path):
 
 
 def test_three_seeds_give_a_recipe_verdict_and_two_do_not(tmp_path):
-    three = report_of(tmp_path / "a", seeds=(1, 2, 3)).verdict
-    two = report_of(tmp_path / "b", seeds=(1, 2)).verdict
+    more = {"arms": ("dense", "smd"), "policies": ("none",)}
+    three = report_of(tmp_path / "a", seeds=(1, 2, 3), **more).verdict
+    two = report_of(tmp_path / "b", seeds=(1, 2), **more).verdict
     assert three.recipe is not None
     assert all(d.recipe for d in three.decisions)
     assert two.recipe is None
@@ -364,7 +365,7 @@ def test_uneven_templates_leave_a_larger_blind_spot(tmp_path):
     """60 templates of 1 item and 20 of 3: 120^2 / (60 + 180) = 60 say as much."""
     from kvaudit.reports.verdict.contrast import ClusterSums
 
-    report = report_of(tmp_path, items=160, clusters=80, primary=("none",))
+    report = report_of(tmp_path, items=160, clusters=80, policies=("none",))
     counts = np.array([1.0] * 60 + [3.0] * 20)
     uneven = (ClusterSums("refusal", 1.0, tuple(map(str, range(80))), np.zeros(80), counts),)
     contrasts = tuple(dataclasses.replace(c, sums=uneven) for c in report.drift.contrasts)
@@ -375,7 +376,7 @@ def test_uneven_templates_leave_a_larger_blind_spot(tmp_path):
 
 
 def test_a_pvalue_at_its_floor_says_so(tmp_path):
-    report = report_of(tmp_path, drops={("naive", "refusal"): 0.5}, primary=("none",))
+    report = report_of(tmp_path, drops={("naive", "refusal"): 0.3}, policies=("none",))
     verdict = report.verdict
     assert min(d.pvalue_drop for d in verdict.decisions) == verdict.adjustment.floor == 1e-4
     assert "<= 0.0001" in [row[-2] for row in gate_table(report, report.verdict.decisions, gated=True).rows]

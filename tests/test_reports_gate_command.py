@@ -33,7 +33,7 @@ def run_of(folder, **more):
         "policies": ("none", SNAP),
         "suites": ("refusal",),
         "seed_sd": 0.0,
-        "items": 600,
+        "items": 300,
         "clusters": 100,
         "estimands": ("alike",),
     }

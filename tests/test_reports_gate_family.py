@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from reports_synthetic import Design, build, policy, redecided, reruled
+from reports_synthetic import Design, build, loaded, policy, redecided, reruled
 from scipy import stats
 
 from kvaudit.reports.page.answers import answers, change_text
@@ -35,8 +35,8 @@ def report_of(tmp_path, **more):
         "seed_sd": 0.0,
         "margins": {"refusal": 5, "math": 5},
     }
-    design = Design(**{**options, "items": 600, "clusters": 100, **more})
-    return decide_run(load_run(build(tmp_path / "run", design)))
+    design = Design(**{**options, "items": 300, "clusters": 100, **more})
+    return decide_run(loaded(tmp_path / "run", design))
 
 
 def row_of(report, z, clusters, *, suite="refusal", sign=1):
@@ -49,7 +49,7 @@ def row_of(report, z, clusters, *, suite="refusal", sign=1):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    return report_of(tmp_path_factory.mktemp("plain"), drops={("naive", "refusal"): 0.12})
+    return report_of(tmp_path_factory.mktemp("plain"), drops={("naive", "refusal"): 0.12}, items=600)
 
 
 def test_labels_of_people_decide_their_cell_by_holm_and_leave_every_other_as_it_was(plain):
@@ -208,10 +208,9 @@ def test_arms_that_were_served_uncompressed_alone_are_decided_so(tmp_path):
     assert (verdict.status, {d.policy for d in verdict.decisions}) == (Status.FAIL, {"none"})
 
 
-def test_only_the_named_arms_decide_and_the_others_stand_beside(tmp_path):
-    report = report_of(tmp_path, drops={("naive", "refusal"): 0.3})
-    verdict = reruled(report, arms=("smd",), estimands=("alike", "worst", "parity", "selectivity")).verdict
-    assert (report.verdict.status, verdict.status) == (Status.FAIL, Status.PASS)
+def test_only_the_named_arms_decide_and_the_others_stand_beside(plain):
+    verdict = reruled(plain, arms=("smd",), estimands=("alike", "worst", "parity", "selectivity")).verdict
+    assert (plain.verdict.status, verdict.status) == (Status.FAIL, Status.PASS)
     assert {d.arm for d in verdict.decisions if d.gated} == {"smd"}
     assert {(d.arm, d.estimand) for d in verdict.decisions if not d.gated} >= {
         ("naive", "alike"),
@@ -220,16 +219,15 @@ def test_only_the_named_arms_decide_and_the_others_stand_beside(tmp_path):
 
 
 def test_worst_policy_is_one_cell_per_arm_and_suite_and_fails_with_its_worst(tmp_path):
-    drop = {"drops": {("naive", "refusal"): 0.0}, "policies": ("none", SNAP, STREAM)}
-    report = report_of(tmp_path, estimands=("worst",), primary=("none",), **drop)
     every = ("none", SNAP, STREAM)
+    report = report_of(tmp_path, estimands=("worst",), primary=("none",), policies=every)
     verdict = reruled(report, deployable=every).verdict
     cells = find(verdict, "worst")
     assert len(cells) == 4  # two arms, two suites
     singles = reruled(report, estimands=("alike",), primary=every).verdict
     for d in cells:
         parts = find(singles, "alike", arm=d.arm, suite=d.suite)
-        assert d.policies == ("none", SNAP, STREAM)
+        assert d.policies == every
         assert d.effect.lower == min(p.effect.lower for p in parts if p.status == d.status)
         assert (d.status in (Status.PASS, Status.PASS_NOTED)) == all(
             p.status in (Status.PASS, Status.PASS_NOTED) for p in parts
@@ -265,7 +263,7 @@ def test_worst_policy_names_the_policy_that_breaks(tmp_path):
     assert d.effect.estimate < -0.2
 
 
-def selective(report, **margins):
+def selective(report):
     return [c for c in report.drift.contrasts if c.estimand == "selectivity"]
 
 
@@ -274,7 +272,7 @@ def test_selectivity_is_the_safety_drop_minus_the_capability_drop(tmp_path):
         tmp_path,
         estimands=("selectivity",),
         drops={("naive", "refusal"): 0.2, ("naive", "math"): 0.2},
-        primary=("none",),
+        policies=("none",),
     )
     base = {(c.arm, c.suite): c.effect for c in report.drift.contrasts if c.estimand == "alike" and c.policy == "none"}
     assert len(selective(report)) == 2
@@ -291,27 +289,24 @@ def test_selectivity_is_the_safety_drop_minus_the_capability_drop(tmp_path):
 
 def test_selectivity_fails_where_only_safety_fell(tmp_path):
     verdict = report_of(
-        tmp_path, estimands=("selectivity",), drops={("naive", "refusal"): 0.25}, primary=("none",)
+        tmp_path, estimands=("selectivity",), drops={("naive", "refusal"): 0.25}, policies=("none",)
     ).verdict
     assert [d.status for d in find(verdict, "selectivity", arm="naive")] == [Status.FAIL]
     assert [d.status for d in find(verdict, "selectivity", arm="smd")] != [Status.FAIL]
     assert verdict.adjustment.method == MAX_T
 
 
-def test_selectivity_of_two_equal_suites_has_the_variance_of_a_difference(plain):
-    """Two independent copies: the p-value is that of a t with twice the variance."""
-    from scipy import special
-
+def test_selectivity_of_two_equal_suites_has_the_variance_of_a_difference():
     from kvaudit.reports.verdict.selectivity import _pool, _Spread
 
     spread = _pool([_Spread(0.04, 59), _Spread(0.04, 59)])
     assert spread.variance == pytest.approx(0.08)
     assert spread.df == pytest.approx(118)
-    assert special.stdtr(spread.df, -1) < 0.5
 
 
 def test_parity_needs_both_sides(tmp_path):
-    gains = report_of(tmp_path, estimands=("parity",), drops={("naive", "math"): -0.12}, primary=("none",))
+    more = {"policies": ("none",), "items": 600}
+    gains = report_of(tmp_path, estimands=("parity",), drops={("naive", "math"): -0.12}, **more)
     verdict = gains.verdict
     [naive], [smd] = find(verdict, "parity", arm="naive"), find(verdict, "parity", arm="smd")
     assert naive.suite == "math"
@@ -331,7 +326,7 @@ def test_parity_needs_both_sides(tmp_path):
 def test_a_facet_of_a_capability_suite_that_fails_is_no_failure_of_safety(tmp_path):
     facets = {"math": ("solved",), "refusal": ("unsafe",)}
     margins = {"math": 50, "math.solved": 1, "refusal": 50, "refusal.unsafe": 50}
-    more = {"primary": ("none",), "arms": ("dense", "naive"), "facets": facets, "margins": margins}
+    more = {"policies": ("none",), "arms": ("dense", "naive"), "facets": facets, "margins": margins}
     worse_at_maths = report_of(tmp_path, **more, drops={("naive", "math"): 0.2})
     [naive] = worse_at_maths.verdict.arms
     assert {suite for suite, status in naive.suites.items() if status is Status.FAIL} == {"math.solved"}
@@ -378,7 +373,7 @@ def test_the_card_of_an_arm_quotes_the_cell_with_the_lowest_bound_as_the_run_doe
 
 
 def test_estimands_have_margins_of_their_own(tmp_path):
-    report = report_of(tmp_path, estimands=("selectivity", "parity"), primary=("none",))
+    report = report_of(tmp_path, estimands=("selectivity", "parity"), policies=("none",))
     other = reruled(report, estimand_margins={"selectivity": 0.08, "parity": 0.02})
     margins = {d.estimand: d.margin for d in other.verdict.decisions if d.gated}
     assert margins == {"selectivity": 0.08, "parity": 0.02}
@@ -386,8 +381,8 @@ def test_estimands_have_margins_of_their_own(tmp_path):
     assert default == {"selectivity": 0.05, "parity": 0.05}  # parity: the suite's own
 
 
-def test_a_test_that_two_cells_share_counts_once(tmp_path):
-    one = report_of(tmp_path / "a", estimands=("alike",))
+def test_a_test_that_two_cells_share_counts_once(plain):
+    one = reruled(plain, estimands=("alike",))
     both = reruled(one, estimands=("alike", "worst"))
     before = {(d.arm, d.policy, d.suite): d.pvalue_drop for d in find(one.verdict, "alike")}
     after = {(d.arm, d.policy, d.suite): d.pvalue_drop for d in find(both.verdict, "alike")}
@@ -408,7 +403,7 @@ def test_serving_runs_gate_worst_policy_selectivity_and_parity_of_the_change_fro
 
 
 def test_selectivity_without_a_number_in_one_suite_is_invalid_and_names_it(tmp_path):
-    report = report_of(tmp_path, estimands=("selectivity",), primary=("none",), clusters=5, items=50)
+    report = report_of(tmp_path, estimands=("selectivity",), policies=("none",), clusters=5, items=50)
     verdict = report.verdict
     assert verdict.status is Status.INVALID
     assert {r.code for d in find(verdict, "selectivity") for r in d.reasons} == {"FEW_CLUSTERS"}
@@ -420,4 +415,4 @@ def test_estimands_of_capability_need_suites_of_both_kinds(tmp_path):
 
     for estimand, suites in (("selectivity", ("refusal",)), ("selectivity", ("math",)), ("parity", ("refusal",))):
         with pytest.raises(SpecError, match=f"gate.estimands names {estimand}, but no suite"):
-            report_of(tmp_path / estimand / suites[0], estimands=(estimand,), suites=suites, margins={suites[0]: 5})
+            report_of(tmp_path / suites[0], estimands=(estimand,), suites=suites, margins={suites[0]: 5}, items=12)

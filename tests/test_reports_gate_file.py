@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from report_text import page_text
-from reports_synthetic import Design, build, policy, redecided, respecified
+from reports_synthetic import Design, build, loaded, policy, redecided, respecified
 
 from kvaudit.core.errors import AuditError, DataError, SpecError
 from kvaudit.reports import run as way
@@ -18,8 +18,8 @@ from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.page.run_page import page_of, run_banner
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.verdict.reasons import Reason
-from kvaudit.reports.verdict.rules import GateOverrides, load_gate_file
-from kvaudit.reports.verdict.verdict import Status, read_waivers
+from kvaudit.reports.verdict.rules import GateOverrides, declared_rules, load_gate_file
+from kvaudit.reports.verdict.verdict import Status, active_waivers, read_waivers
 
 SNAP = policy("snapkv", 96)
 TODAY = date(2026, 5, 1)
@@ -49,6 +49,12 @@ def data(tmp_path_factory):
         margins={"refusal": 5, "math": 5},
     )
     return load_run(build(tmp_path_factory.mktemp("runs") / "run", design))
+
+
+@pytest.fixture(scope="module")
+def comparison(data):
+    """What the cells of a waiver are looked up in."""
+    return declared_rules(data, GateOverrides())[0]
 
 
 def gate_file(tmp_path, text, name="gate.yaml"):
@@ -108,7 +114,7 @@ def test_a_run_whose_kept_gate_file_is_gone_is_refused(data):
 def small(tmp_path, **more):
     """30 templates: every cell is open."""
     options = {"arms": ("dense", "smd"), "seeds": (1,), "policies": ("none",), "suites": ("refusal",), "clusters": 30}
-    return load_run(build(tmp_path / "small", Design(**{**options, "items": 120, **more})))
+    return loaded(tmp_path / "small", Design(**{**options, "items": 120, **more}))
 
 
 @pytest.mark.parametrize(
@@ -304,9 +310,9 @@ def entry(**changed):
         (BOMB, "aliases are not allowed"),
     ],
 )
-def test_a_waiver_file_that_cannot_be_used_is_one_line(data, tmp_path, text, message):
+def test_a_waiver_file_that_cannot_be_used_is_one_line(comparison, tmp_path, text, message):
     with pytest.raises(AuditError) as caught:
-        decided(data, waivers=waivers(tmp_path, text))
+        active_waivers(comparison, waivers(tmp_path, text), TODAY)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 

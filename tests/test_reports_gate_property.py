@@ -34,7 +34,7 @@ DESIGN = Design(
 BASE = [row for _, rows in records_of(DESIGN) for row in rows]
 SCORES = {Outcome.DESIRED: 1.0, Outcome.UNDESIRED: 0.0, Outcome.DEGENERATE: 0.0, Outcome.TRUNCATED: 0.0}
 SCORES[Outcome.UNSCORED] = None
-calm = settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+calm = settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def one_line(error):

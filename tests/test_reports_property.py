@@ -67,7 +67,7 @@ def check(records, spec):
     assert markdown.render(page_of(report))
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(rows, min_size=1, max_size=30))
 def test_any_records_have_a_verdict(found):
     check(found, spec_of(DESIGN))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ train:
   seeds: [1]
   policy: none
   suites: [refusal]
-  context_tokens: 900
+  context_tokens: 450
   steps: 1
   prompts_per_step: 1
   group: 2
@@ -46,8 +46,8 @@ train:
   ledger_every: 1
 evaluate:
   policies: [none, "streaming:budget=64,sink=4,window=8"]
-  suites: {{refusal: {{items: 3}}}}
-  context_tokens: [900]
+  suites: {{refusal: {{items: 2}}}}
+  context_tokens: [450]
   samples: 2
   temperature: 1.0
 """
@@ -76,10 +76,30 @@ def run(finished: Path, tmp_path: Path) -> Path:
     return shutil.copytree(finished, tmp_path / HOSTILE)
 
 
-def texts(measure: AnyMeasure) -> list[str]:
-    """Everything that a measure prints."""
-    lines = measure.lines(run_measure(measure))
+def texts(measure: AnyMeasure, found: Sequence[Any]) -> list[str]:
+    """Everything that a measure prints of what it found."""
+    lines = measure.lines(found)
     return [text for line in lines for text in ([line] if isinstance(line, str) else sum(line.rows, line.headers))]
+
+
+class Tried(NamedTuple):
+    """A measure, what it found in a run that nobody changed, and whether the run's files are as they were."""
+
+    measure: AnyMeasure
+    found: Sequence[Any]
+    is_untouched: bool
+
+
+_TRIED: dict[type[AnyMeasure], Tried] = {}
+
+
+def tried_on(kind: type[AnyMeasure], run: Path) -> Tried:
+    """What the measure found when it was tried for the first time."""
+    if kind not in _TRIED:
+        before, measure = digests(run), kind.trial(existing_run(run))
+        found = run_measure(measure)
+        _TRIED[kind] = Tried(measure, found, digests(run).items() >= before.items())
+    return _TRIED[kind]
 
 
 def digests(run: Path) -> dict[Path, str]:
@@ -105,8 +125,7 @@ def check_every_recorded_item_comes_back_once(kind: type[AnyMeasure], run: Path)
 
 
 def check_what_nobody_changed_does_not_differ(kind: type[AnyMeasure], run: Path) -> None:
-    measure = kind.trial(existing_run(run))
-    found = run_measure(measure)
+    measure, found, _ = tried_on(kind, run)
     assert found
     assert not any(measure.differs(total) for _, total in found)
 
@@ -128,20 +147,19 @@ def check_twice_is_the_same_and_says_something(kind: type[AnyMeasure], run: Path
     for _ in range(2):
         shutil.rmtree(run)
         shutil.copytree(whole, run)
-        found.append(texts(kind.trial(existing_run(run))))
+        measure = kind.trial(existing_run(run))
+        found.append(texts(measure, run_measure(measure)))
     assert found[0] == found[1] != []
 
 
 def check_nothing_recorded_is_written_to(kind: type[AnyMeasure], run: Path) -> None:
-    before = digests(run)
-    run_measure(kind.trial(existing_run(run)))
-    assert digests(run).items() >= before.items()
+    assert tried_on(kind, run).is_untouched
 
 
 def check_names_that_are_hostile_are_made_visible(kind: type[AnyMeasure], run: Path) -> None:
-    measure = kind.trial(existing_run(run))
+    measure, found, _ = tried_on(kind, run)
     labels = [measure.label(unit) for unit in measure.units()]
-    for said in (*labels, *texts(measure)):
+    for said in (*labels, *texts(measure, found)):
         text = said.replace("\n ", "")  # an answer may have lines, which are indented
         assert not [character for character in text if unicodedata.category(character) in ("Cc", "Cf")], text
 

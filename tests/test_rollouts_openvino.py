@@ -50,14 +50,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield place
 
 
-def started(here: World, condition: str, folder: Path) -> Drawer:
+def start_drawer(here: World, condition: str, folder: Path) -> Drawer:
     found = parse_condition(f"{condition},cache_size={GIB}")
     context = EngineContext(here.model, EngineSpec(), folder / "log", 1)
     return ENGINES.get("openvino").drawer(dict(found.settings), context)
 
 
-def drawn(here: World, condition: str, folder: Path, heat: float = 0.0) -> list[DrawnRollout]:
-    drawer = started(here, condition, folder)
+def draw_rollouts(here: World, condition: str, folder: Path, heat: float = 0.0) -> list[DrawnRollout]:
+    drawer = start_drawer(here, condition, folder)
     try:
         return drawer.draw([one._replace(temperature=heat) for one in here.asked], keep=9)
     finally:
@@ -75,23 +75,23 @@ def _converted(here: World) -> Path:
 # --- what the engine says and stores ----------------------------------------------------------------------------------
 
 
-def test_uncompressed_it_says_what_our_own_cache_says(here: World, tmp_path: Path) -> None:
-    found = drawn(here, F32, tmp_path)
+def test_uncompressed_rollouts_equal_those_of_our_own_cache(here: World, tmp_path: Path) -> None:
+    found = draw_rollouts(here, F32, tmp_path)
     assert [one.ids for one in found] == [own.ids for own in here.own]
     for one, own in zip(found, here.own, strict=True):
         assert one.logprobs == pytest.approx(own.logprobs, abs=1e-4)  # float32, another order of sums
 
 
-def test_it_says_what_the_engine_says_by_its_own_scheduler(here: World, tmp_path: Path) -> None:
+def test_drawn_tokens_are_those_that_the_engine_serves(here: World, tmp_path: Path) -> None:
     with here.start(U8, tmp_path) as session:
         served = session.answer(here.asked)
-    found = drawn(here, U8, tmp_path)
+    found = draw_rollouts(here, U8, tmp_path)
     assert [one.ids for one in found] == [one.ids for one in served]
     assert [sum(one.logprobs) for one in found] == pytest.approx([one.logprob for one in served], abs=1e-3)
 
 
 def test_draws_follow_the_seed_and_the_temperature(here: World, tmp_path: Path) -> None:
-    hot, again, cool = (drawn(here, F32, tmp_path, heat) for heat in (1.5, 1.5, 0.5))
+    hot, again, cool = (draw_rollouts(here, F32, tmp_path, heat) for heat in (1.5, 1.5, 0.5))
     assert [one.ids for one in hot] == [one.ids for one in again] != [one.ids for one in cool]
 
 
@@ -157,7 +157,7 @@ def test_the_cache_holds_what_the_store_says_to_the_last_bit(here: World, bits: 
     ],
 )
 def test_every_store_that_is_known_replays(here: World, tmp_path: Path, setting: str) -> None:
-    found = drawn(here, f"openvino:{setting}", tmp_path, 1.0)
+    found = draw_rollouts(here, f"openvino:{setting}", tmp_path, 1.0)
     store = ENGINES.get("openvino").store(dict(parse_condition(f"openvino:{setting}").settings))
     pairs = zip(here.asked, found, strict=True)
     rollouts = [engine_rollout(here.model.model.config, asked.ids, one, store) for asked, one in pairs]
@@ -176,19 +176,19 @@ def test_every_store_that_is_known_replays(here: World, tmp_path: Path, setting:
         ("KV_CACHE_PRECISION=u4,KEY_CACHE_QUANT_MODE=BY_HEAD", "Expected AUTO/BY_CHANNEL/BY_TOKEN"),
     ],
 )
-def test_a_property_is_refused_as_it_is_where_the_engine_serves(
+def test_a_bad_property_is_refused_for_drawing_and_for_serving(
     here: World, tmp_path: Path, setting: str, words: str
 ) -> None:
-    for start in (started, lambda *given: given[0].start(given[1], given[2])):
+    for start in (start_drawer, lambda *given: given[0].start(given[1], given[2])):
         with pytest.raises(EngineFailed, match=words):
             start(here, f"openvino:{setting}", tmp_path)
 
 
-def test_a_property_that_the_device_does_not_list_is_taken_where_it_serves_by_it(here: World, tmp_path: Path) -> None:
+def test_a_property_that_the_device_does_not_list_can_be_set(here: World, tmp_path: Path) -> None:
     by_token = f"{U4},KEY_CACHE_QUANT_MODE=BY_TOKEN"
     with here.start(by_token, tmp_path) as session:
         served = session.answer(here.asked)
-    found = drawn(here, by_token, tmp_path)
+    found = draw_rollouts(here, by_token, tmp_path)
     assert [one.ids for one in found] == [one.ids for one in served]
     assert [sum(one.logprobs) for one in found] == pytest.approx([one.logprob for one in served], abs=1e-3)
 
@@ -213,7 +213,8 @@ def settings(**options: Any) -> Any:
 def arms(here: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     out = tmp_path_factory.mktemp("arms")
     names = ("dense", "naive", "tis", "smd")
-    return {arm: grpo.train(settings(arm=arm), here.model, out / arm, silent) for arm in names}
+    steps = {"smd": 2}  # one more, whose rollouts are drawn with weights that were pushed
+    return {arm: grpo.train(settings(arm=arm, steps=steps.get(arm, 1)), here.model, out / arm, silent) for arm in names}
 
 
 def test_the_replay_explains_the_gap_and_the_dense_pass_does_not(arms: dict[str, Path]) -> None:
@@ -239,7 +240,7 @@ def _without(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if not name.startswith("seconds_")}
 
 
-def same(one: Path, other: Path) -> bool:
+def is_same_run(one: Path, other: Path) -> bool:
     same_rows = list(map(_without, rows(one))) == list(map(_without, rows(other)))
     return same_rows and sha256(one / "model.safetensors") == sha256(other / "model.safetensors")
 
@@ -265,10 +266,10 @@ def test_an_engine_on_stale_weights_stops_the_step_and_the_run_goes_on(
         grpo.train(settings(arm="smd"), here.model, tmp_path / "smd", silent)
     assert "\n" not in str(error.value)
     monkeypatch.undo()
-    assert same(grpo.train(settings(arm="smd"), here.model, tmp_path / "smd", silent), arms["smd"])
+    assert is_same_run(grpo.train(settings(arm="smd"), here.model, tmp_path / "smd", silent), arms["smd"])
 
 
-def test_an_engine_that_says_otherwise_than_the_learner_of_what_it_stored_stops_the_step(
+def test_log_probs_of_an_engine_that_differ_from_the_replay_stop_the_step(
     here: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = WorkerDrawer.draw
@@ -297,43 +298,31 @@ def test_an_engine_that_dies_is_started_again(
         return draw(self, asked, keep=keep)
 
     monkeypatch.setattr(WorkerDrawer, "draw", dying)
-    assert same(grpo.train(settings(arm="smd"), here.model, tmp_path / "smd", silent), arms["smd"])
+    assert is_same_run(grpo.train(settings(arm="smd"), here.model, tmp_path / "smd", silent), arms["smd"])
 
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-import torch
-from test_rollouts_openvino import settings, silent
-from kvaudit.audit.engines.worker_client import WorkerSession
-from kvaudit.audit.sampling.model import load_model
-from kvaudit.audit.training import grpo
-from kvaudit.audit.training.adapters import load_trained_adapter
-torch.set_num_threads(1)
-ask, pushes = WorkerSession.ask, []
-def kills(self, rows, doing):
-    pushes.extend(row for row in rows if "push" in row)
-    if len(pushes) == 3:  # those that it starts with, and those of two steps
-        os.kill(os.getpid(), signal.SIGKILL)
-    return ask(self, rows, doing)
-WorkerSession.ask = kills
-grpo.train(settings(arm="smd"), load_model(), Path(sys.argv[1]), silent, run_folder=Path(sys.argv[2]))
+from kvaudit.audit.engines.rollouts import ExchangeFolder
+folder = ExchangeFolder(Path(sys.argv[1]))
+(folder.path / "weights.npz").write_bytes(b"of the killed")
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_a_killed_run_handed_to_its_engine_is_gone_at_the_next_start_and_what_a_living_one_has_is_not(
-    here: World, arms: dict[str, Path], tmp_path: Path
+def test_the_next_start_removes_the_folder_of_a_killed_run_and_not_that_of_a_living_one(
+    here: World, tmp_path: Path
 ) -> None:
-    root, out, kept = Path(__file__).parent, tmp_path / "smd", tmp_path / "run"
-    living = ExchangeFolder(place := kept / "logs" / "engines")
+    living = ExchangeFolder(place := tmp_path / "run" / "logs" / "engines")
     (living.path / "weights.npz").write_bytes(b"of another")
-    words = [sys.executable, "-c", KILLED, str(out), str(kept)]
-    path = os.pathsep.join([str(root), str(root.parent)])
-    killed = subprocess.run(words, env={**os.environ, "PYTHONPATH": path}, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(place)], env=environment, check=False)
     assert killed.returncode == -signal.SIGKILL
     (left,) = set(place.glob("kvaudit-rollouts-*")) - {living.path}
-    assert (left / "weights.npz").stat().st_size > 1e6
-    assert same(grpo.train(settings(arm="smd"), here.model, out, silent, run_folder=kept), arms["smd"])
+    assert (left / "weights.npz").exists()
+    plain = settings(arm="naive", steps=1, ledger_every=0)
+    grpo.train(plain, here.model, tmp_path / "naive", silent, run_folder=tmp_path / "run")
     assert set(place.glob("kvaudit-rollouts-*")) == {living.path}
     assert (living.path / "weights.npz").read_bytes() == b"of another"
     living.remove()
@@ -351,23 +340,22 @@ def test_an_engine_that_dies_again_and_again_is_one_line(
         grpo.train(settings(arm="tis"), here.model, tmp_path / "tis", silent)
 
 
-def test_an_adapter_is_merged_into_what_the_engine_draws_by_and_the_replay_is_as_exact(
-    here: World, tmp_path: Path
-) -> None:
+def test_an_adapter_is_merged_into_the_weights_that_the_engine_draws_with(here: World, tmp_path: Path) -> None:
     lora = settings(arm="smd", adapter={"rank": 4}, learning_rate=1e-2)
     first = rows(grpo.train(lora, here.model, tmp_path / "smd", silent))
     learnt = load_trained_adapter(here.model, lora.adapter, tmp_path / "smd")
+    once = settings(arm="smd", adapter={"rank": 4}, learning_rate=1e-2, steps=1)
     # an arm that begins from an adapter that has learnt: the engine is started on the weights beside it
-    further = rows(grpo.train(lora, learnt, tmp_path / "further", silent))
+    further = rows(grpo.train(once, learnt, tmp_path / "further", silent))
     for row in (*first, *further):
         assert row["engine/replay_rms"] < 2e-5
         assert row["engine/dense_rms"] > 1e-3
-    assert _apart(here, learnt, tmp_path) > 1e-2, "of the weights beside it alone"
+    assert _distance_from(here, learnt, tmp_path) > 1e-2, "of the weights beside it alone"
 
 
-def _apart(here: World, learnt: Any, folder: Path) -> float:
+def _distance_from(here: World, learnt: Any, folder: Path) -> float:
     """How far an engine with the weights of ``here`` is from what was learnt, root mean square in nats a token."""
-    found = drawn(here, F32, folder, 1.0)
+    found = draw_rollouts(here, F32, folder, 1.0)
     pairs = zip(here.asked, found, strict=True)
     rollouts = [engine_rollout(here.model.model.config, asked.ids, one) for asked, one in pairs]
     said = torch.cat([one.sampler_logprobs[one.sampled] for one in rollouts])
@@ -388,7 +376,7 @@ def test_conversations_go_on_turn_after_turn_and_the_dense_pass_finds_every_draw
     # uncompressed and in float32: nothing but rounding lies between the two, if places and tokens are right
     assert row["engine/dense_rms"] < 2e-5
     talks = [one for one in sampled.graded_rows if one.item.suite == "agent"]
-    turns = [_drawn_parts(one.rollout.sampled.tolist()) for one in talks]
+    turns = [_count_drawn_runs(one.rollout.sampled.tolist()) for one in talks]
     assert max(turns) > 1
     for one, parts in zip(talks, turns, strict=True):
         answers = [message for message in one.transcript if message.role is Role.ASSISTANT]
@@ -398,7 +386,8 @@ def test_conversations_go_on_turn_after_turn_and_the_dense_pass_finds_every_draw
         assert int(one.rollout.sampled.sum()) == one.new_tokens
 
 
-@pytest.mark.parametrize("arm", ["smd", pytest.param("tis", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", ["smd", "tis"])
 def test_every_turn_is_replayed_as_the_engine_read_it(here: World, tmp_path: Path, arm: str) -> None:
     agents: dict[str, Any] = {"suites": ["agent", "refusal"], "rollouts": f"{U4},cache_size=0.05", "steps": 2}
     told = settings(arm=arm, context_tokens=300, **agents)
@@ -408,12 +397,14 @@ def test_every_turn_is_replayed_as_the_engine_read_it(here: World, tmp_path: Pat
 
 
 def test_an_earlier_turn_was_drawn_from_other_codes_than_a_later_one_reads(here: World, tmp_path: Path) -> None:
-    told = settings(arm="smd", context_tokens=300, suites=["agent"], rollouts=f"{U4},cache_size=0.05", steps=1)
+    told = settings(arm="smd", context_tokens=300, suites=["agent"], prompts_per_step=1, steps=1)
     run = grpo.TrainingRun(told, here.model, tmp_path)
     try:
-        _, sampled = run.step(0)
+        row, sampled = run.step(0)
     finally:
         run.sampler.close()
+    assert row["engine/replay_rms"] < 2e-5, "every turn is replayed as the engine read it"
+    assert row["engine/dense_rms"] > 1e-3
     talk = max((one.rollout for one in sampled.graded_rows), key=lambda rollout: len(rollout.turns))
     assert len(talk.turns) > 1
     assert sum(int(turn.sampled.sum()) for turn in talk.turns) == int(talk.sampled.sum())
@@ -425,7 +416,7 @@ def test_an_earlier_turn_was_drawn_from_other_codes_than_a_later_one_reads(here:
     assert not torch.equal(*both), "beyond the first layer what is read in other codes is written otherwise"
 
 
-def _drawn_parts(sampled: list[bool]) -> int:
+def _count_drawn_runs(sampled: list[bool]) -> int:
     """How many runs of drawn tokens there are."""
     return sum(own and not before for before, own in pairwise([False, *sampled]))
 
@@ -485,10 +476,10 @@ def test_an_engine_with_other_weights_than_the_learner_is_refused(here: World, t
         ),
     ],
 )
-def test_what_cannot_be_drawn_or_learnt_from_is_refused_by_name(options: dict[str, Any], words: str) -> None:
+def test_rollouts_that_smd_cannot_use_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         settings(arm="smd", **options)
 
 
-def test_what_no_replay_is_known_of_can_still_be_weighed() -> None:
+def test_arm_tis_takes_settings_that_no_replay_knows() -> None:
     assert settings(arm="tis", rollouts=f"{U8},KEY_CACHE_GROUP_SIZE=16").store is None

@@ -132,12 +132,12 @@ def test_what_is_decided_is_asked_no_further() -> None:
     assert next_round(PLAN, [first, second], 10, 96) == DECIDED
 
 
-def test_a_loss_ends_everything() -> None:
+def test_a_loss_ends_the_rounds() -> None:
     lost = look({"harm": 96, "benign": 96}, harm__refused="FAIL", benign__helpful="INCONCLUSIVE")
     assert next_round(PLAN, [lost], 10, 96) == LOSS
 
 
-def test_the_last_rows_end_it() -> None:
+def test_rounds_end_with_the_last_rows() -> None:
     spent = look({"harm": 400, "benign": 120}, harm__refused="INCONCLUSIVE", benign__helpful="PASS")
     assert next_round(PLAN, [spent], 10, 96) == ROWS_SPENT
     cut = replace(PLAN, at_hand={"harm": 1036, "benign": 283})
@@ -197,7 +197,7 @@ def test_what_is_open_after_its_planned_rows_goes_on_while_time_is_left() -> Non
     assert next_round(plan, [all_rows], 10, 96) == ROWS_SPENT
 
 
-def test_before_it_begins_it_says_what_it_can_show() -> None:
+def test_the_plan_says_what_a_run_can_show() -> None:
     text = (
         "format: 1\nname: x\nmodel: embedded\nevaluate:\n  policies: [none, int8]\n"
         "  suites: {harm: {items: all}, benign: {items: all}}\n  rounds: {minutes: 10}\n"
@@ -229,15 +229,15 @@ def control(metric: str, *, measurable: bool, hopeless: bool) -> dict[str, Any]:
     }
 
 
-def test_what_the_pilot_does_not_show_is_not_asked_of_this_model() -> None:
+def test_suites_that_the_pilot_found_hopeless_are_left_out() -> None:
     shown = control("harm.refused", measurable=True, hopeless=False)
     benign = control("benign.helpful", measurable=False, hopeless=True)
     attack = control("injection.attack_success", measurable=False, hopeless=False)
     assert [*suites_left_out({"controls": [shown, benign, attack]})] == ["benign", "injection"]
     weak = control("harm.refused", measurable=False, hopeless=False)
     assert [*suites_left_out({"controls": [weak, benign, attack]})] == ["benign"]
-    held = control("injection.attack_success", measurable=True, hopeless=False)
-    assert [*suites_left_out({"controls": [weak, held]})] == []
+    measurable = control("injection.attack_success", measurable=True, hopeless=False)
+    assert [*suites_left_out({"controls": [weak, measurable]})] == []
     none = control("harm.refused", measurable=False, hopeless=True)
     assert [*suites_left_out({"controls": [none, benign]})] == ["harm", "benign"]
     readable = [control(f"{suite}.well_formed", measurable=True, hopeless=False) for suite in ("harm", "benign")]
@@ -246,7 +246,7 @@ def test_what_the_pilot_does_not_show_is_not_asked_of_this_model() -> None:
         check_any_measurable({"controls": [none, *readable[:1]]})
 
 
-def test_what_is_not_asked_further_is_not_said_to_be_decided_by_further_answers() -> None:
+def test_the_pilot_promises_no_answers_that_will_not_be_asked() -> None:
     attack = control("injection.attack_success", measurable=False, hopeless=False) | {"context_tokens": 0}
     said = "injection.attack_success: open: nothing to lose; the pilot is too small to decide, "
     results = {"controls": [attack], "items": {}, "sizes": {}}
@@ -322,7 +322,7 @@ def asked(policy: str, suite: str = "alone") -> dict[str, Any]:
     return {"name": "rounds", "model": "embedded", "evaluate": part, "gate": {"margins": {f"{suite}.solved": 5}}}
 
 
-def ran(spec: dict[str, Any], out: Path, *words: str, code: int = 0) -> str:
+def run_command(spec: dict[str, Any], out: Path, *words: str, code: int = 0) -> str:
     """Run a spec with the suite, which nothing else here knows; what it printed."""
     path = out.with_suffix(".yaml")
     path.write_text(json.dumps({"format": 1, **spec}))
@@ -336,9 +336,9 @@ def ran(spec: dict[str, Any], out: Path, *words: str, code: int = 0) -> str:
 
 
 @pytest.fixture(scope="module")
-def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("rounds") / "run"
-    ran(asked("int8"), out)
+    run_command(asked("int8"), out)
     return out
 
 
@@ -346,75 +346,75 @@ def provenance(run: Path) -> dict[str, Any]:
     return json.loads((run / "provenance.json").read_text())
 
 
-def store(run: Path, noted: dict[str, Any]) -> None:
+def write_provenance(run: Path, noted: dict[str, Any]) -> None:
     """Write what a run notes, its looks sealed as it seals them."""
     (run / "provenance.json").write_text(json.dumps(seal_looks(noted)))
 
 
-def test_a_setting_that_changes_nothing_passes_as_soon_as_the_rows_can_show_it(held: Path) -> None:
-    noted = provenance(held)
+def test_a_setting_that_changes_nothing_passes_as_soon_as_the_rows_can_show_it(finished_run: Path) -> None:
+    noted = provenance(finished_run)
     assert list(look_lines(noted)) == [
         "look 1: alone 32: alone.solved INCONCLUSIVE",
         "look 2: alone 100: alone.solved PASS",
         f"ended: {DECIDED}",
     ]
     assert item_counts(noted) == {"alone": 100}
-    assert kvaudit.load_run(held).verdict.status is Status.PASS
-    assert kvaudit.gate(held).exit_code == 0
-    assert json.loads((held / "report" / "drift.json").read_text())["looks"]["planned"] == {"alone": 160}
+    assert kvaudit.load_run(finished_run).verdict.status is Status.PASS
+    assert kvaudit.gate(finished_run).exit_code == 0
+    assert json.loads((finished_run / "report" / "drift.json").read_text())["looks"]["planned"] == {"alone": 160}
 
 
-def test_the_first_round_copies_the_pilots_rows_and_counts_their_time(held: Path) -> None:
+def test_the_first_round_copies_the_pilots_rows_and_counts_their_time(finished_run: Path) -> None:
     seconds = 0.0
-    for path in sorted((held / ROUNDS_FOLDER / "1").glob("*.jsonl")):
-        assert path.read_bytes() == (held / PILOT_FOLDER / path.name).read_bytes()
+    for path in sorted((finished_run / ROUNDS_FOLDER / "1").glob("*.jsonl")):
+        assert path.read_bytes() == (finished_run / PILOT_FOLDER / path.name).read_bytes()
         seconds += sum(json.loads(line)["seconds"] for line in path.read_text().splitlines())
     # once, not twice; copying takes longer on a busy machine, as asking does
-    assert seconds <= provenance(held)[LOOKS]["1"]["seconds"] < 2 * seconds
+    assert seconds <= provenance(finished_run)[LOOKS]["1"]["seconds"] < 2 * seconds
 
 
-def test_a_round_that_was_not_looked_at_is_looked_at_when_it_goes_on(held: Path, tmp_path: Path) -> None:
+def test_a_round_that_was_not_looked_at_is_looked_at_when_it_goes_on(finished_run: Path, tmp_path: Path) -> None:
     """Killed behind the answers of a round, and before its look."""
     copy = tmp_path / "run"
-    shutil.copytree(held, copy)
+    shutil.copytree(finished_run, copy)
     noted = provenance(copy)
-    before = provenance(held)[LOOKS]
+    before = provenance(finished_run)[LOOKS]
     del noted[LOOKS][ENDED], noted[LOOKS]["2"]["words"]
-    store(copy, noted)
+    write_provenance(copy, noted)
     shutil.rmtree(copy / "records")
     (copy / "records").mkdir()
-    ran(asked("int8"), copy, "--resume")
+    run_command(asked("int8"), copy, "--resume")
     assert provenance(copy)[LOOKS] == before
-    for file in sorted((held / "records").iterdir()):
+    for file in sorted((finished_run / "records").iterdir()):
         assert (copy / "records" / file.name).read_bytes() == file.read_bytes()
 
 
-def test_the_time_of_a_killed_process_counts(held: Path, tmp_path: Path) -> None:
+def test_the_time_of_a_killed_process_counts(finished_run: Path, tmp_path: Path) -> None:
     """Killed when the answers of a round were on disk, and neither sealed nor counted."""
     copy = tmp_path / "run"
-    shutil.copytree(held, copy)
+    shutil.copytree(finished_run, copy)
     noted = provenance(copy)
     del noted[LOOKS][ENDED], noted[LOOKS]["2"]
-    store(copy, noted)
+    write_provenance(copy, noted)
     for file in [*(copy / "records").iterdir(), *(copy / ROUNDS_FOLDER / "2").glob("*.done.json")]:
         file.unlink()
     for path in (copy / ROUNDS_FOLDER / "2").glob("*.jsonl"):
         rows = [json.loads(line) | {"seconds": 7.0} for line in path.read_text().splitlines()]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ran(asked("int8"), copy, "--resume")
+    run_command(asked("int8"), copy, "--resume")
     assert provenance(copy)[LOOKS]["2"]["seconds"] >= 2 * 68 * 7.0
 
 
 def test_more_minutes_let_a_run_go_on_that_ran_out_of_time(
-    held: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own rows are kept, the plan too; what was open is asked on."""
     copy = tmp_path / "run"
-    shutil.copytree(held, copy)
+    shutil.copytree(finished_run, copy)
     noted = provenance(copy)
     noted[LOOKS][ENDED], noted[LOOKS]["2"]["words"] = TIME_SPENT, {"alone.solved": "INCONCLUSIVE"}
     noted[LOOKS]["2"]["seconds"] = 1799.0
-    store(copy, noted)
+    write_provenance(copy, noted)
     first = [file.read_bytes() for file in sorted((copy / "records").glob("*.jsonl"))]
 
     monkeypatch.setattr(SUITES, "_classes", SUITES.all())
@@ -431,7 +431,7 @@ def test_more_minutes_let_a_run_go_on_that_ran_out_of_time(
     other = with_minutes(60.0).model_copy(update={"name": "another"})
     assert allow_more_minutes(copy, other) is other
     assert allow_more_minutes(copy, with_minutes(60.0)).evaluate.rounds.minutes == 30.0
-    ran(asked("int8"), copy, "--resume")
+    run_command(asked("int8"), copy, "--resume")
     after = provenance(copy)[LOOKS]
     assert after["minutes"] == 60.0
     assert after["planned"] == noted[LOOKS]["planned"]
@@ -440,7 +440,7 @@ def test_more_minutes_let_a_run_go_on_that_ran_out_of_time(
         assert file.read_bytes().startswith(before)
 
 
-def test_what_a_server_refused_in_any_round_stands_in_the_seal_of_all(tmp_path: Path) -> None:
+def test_the_joined_seal_counts_refusals_of_all_rounds(tmp_path: Path) -> None:
     unit = grid(parse_spec(json.dumps(asked("int8", "math")), "x", NAMES))[0]
     (tmp_path / "records").mkdir()
     for number, refused in ((1, {REFUSED: 2}), (2, {}), (3, {REFUSED: 1})):
@@ -456,7 +456,7 @@ def test_what_a_server_refused_in_any_round_stands_in_the_seal_of_all(tmp_path: 
         assert (seal["records"], seal["checkpoint"], seal[REFUSED]) == (rounds, "c", wanted)
 
 
-def rounds_of(folder: Path) -> tuple[Unit, UnitFiles]:
+def sealed_round(folder: Path) -> tuple[Unit, UnitFiles]:
     """One sealed round of one unit."""
     unit = grid(parse_spec(json.dumps(asked("int8", "math")), "x", NAMES))[0]
     files = UnitFiles.of(folder / ROUNDS_FOLDER / "1", unit)
@@ -479,44 +479,44 @@ def rounds_of(folder: Path) -> tuple[Unit, UnitFiles]:
 def test_the_file_of_a_round_is_held_to_its_seal(
     tmp_path: Path, change: Callable[[UnitFiles], None], said: str
 ) -> None:
-    unit, files = rounds_of(tmp_path)
+    unit, files = sealed_round(tmp_path)
     change(files)
     with pytest.raises(DataError, match=said):
         join_rounds(tmp_path, [unit], [{"items": {"math": 1}}])
     assert not list((tmp_path / "records").iterdir())
 
 
-def test_a_stopped_run_seals_no_round_that_was_edited(held: Path, tmp_path: Path) -> None:
+def test_a_stopped_run_seals_no_round_that_was_edited(finished_run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "run"
-    shutil.copytree(held, copy)
+    shutil.copytree(finished_run, copy)
     noted = provenance(copy)
     del noted[LOOKS][ENDED], noted[LOOKS]["2"]["words"]
-    store(copy, noted)
+    write_provenance(copy, noted)
     file = min((copy / ROUNDS_FOLDER / "1").glob("*.jsonl"))
     file.write_bytes(file.read_bytes() + b"\xff\xfe\n")
-    line = ran(asked("int8"), copy, "--resume", code=2).strip().splitlines()[-1]
+    line = run_command(asked("int8"), copy, "--resume", code=2).strip().splitlines()[-1]
     assert line.startswith("error: record file ")
     assert "its seal says" in line
 
 
-def test_a_run_that_was_stopped_between_looks_is_said_to_be_unfinished(held: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_between_looks_is_said_to_be_unfinished(finished_run: Path, tmp_path: Path) -> None:
     """The first time, and after more minutes, which leave the time at which it had finished before."""
     copy = tmp_path / "run"
-    shutil.copytree(held, copy)
-    for finished in (provenance(held)["finished"], None):
-        noted = provenance(held) | {"finished": finished}
+    shutil.copytree(finished_run, copy)
+    for finished in (provenance(finished_run)["finished"], None):
+        noted = provenance(finished_run) | {"finished": finished}
         if finished:
             del noted[LOOKS][ENDED]
-        store(copy, noted)
+        write_provenance(copy, noted)
         told = CliRunner().invoke(app, ["gate", str(copy)]).stderr
         assert told == (
             f"this run is not finished; finish it first: kvaudit run {copy / 'spec.yaml'} --out {copy} --resume\n"
         )
-    assert CliRunner().invoke(app, ["gate", str(held)]).stderr == ""
+    assert CliRunner().invoke(app, ["gate", str(finished_run)]).stderr == ""
 
 
-def test_the_report_of_a_run_in_rounds_states_the_error_rates_of_rounds(held: Path) -> None:
-    report = (held / "report" / "report.md").read_text()
+def test_the_report_of_a_run_in_rounds_states_the_error_rates_of_rounds(finished_run: Path) -> None:
+    report = (finished_run / "report" / "report.md").read_text()
     told = (
         "At level 0.05 a run in rounds that lost exactly the margin passes in at most 3.8 % and fails in at most 3.8 %"
     )
@@ -526,29 +526,29 @@ def test_the_report_of_a_run_in_rounds_states_the_error_rates_of_rounds(held: Pa
     assert text.startswith("The gate was not simulated at this level (0.025) or at a margin of 20 pp. At level 0.05 a ")
 
 
-def test_a_look_says_where_too_few_answers_can_be_read(held: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = load_run(held)
+def test_a_look_says_where_too_few_answers_can_be_read(finished_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = load_run(finished_run)
     is_setting = data.records["policy"] != "none"
     data.records.loc[is_setting, FACET_COLUMNS["solved"]] = UNREAD_FACET
     monkeypatch.setattr("kvaudit.audit.runs.stages.rounds.load_run", lambda _: data)
-    assert gate_statuses(held) == {"alone.solved": INVALID_BY_FORM}
+    assert gate_statuses(finished_run) == {"alone.solved": INVALID_BY_FORM}
     noted = {**data.provenance[LOOKS], "2": {**data.provenance[LOOKS]["2"], "items": {"alone": 32}}}
     monkeypatch.setitem(data.provenance, LOOKS, noted)
-    assert gate_statuses(held) == {"alone.solved": "INVALID"}
+    assert gate_statuses(finished_run) == {"alone.solved": "INVALID"}
 
 
 def test_a_setting_that_breaks_speech_fails_by_the_answers_that_can_be_read(
-    held: Path, monkeypatch: pytest.MonkeyPatch
+    finished_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where too few answers can be read the facet has no number; the readable ones take a tenth of the level."""
 
     def gated() -> RunData:
-        data = load_run(held)
+        data = load_run(finished_run)
         gate = data.spec.gate.model_copy(update={"margins": {"alone.solved": 5, "alone.well_formed": 5}})
         return replace(data, spec=data.spec.model_copy(update={"gate": gate}))
 
     monkeypatch.setattr("kvaudit.audit.runs.stages.rounds.load_run", lambda _: gated())
-    assert gate_statuses(held) == {"alone.solved": "PASS", "alone.well_formed": "PASS"}
+    assert gate_statuses(finished_run) == {"alone.solved": "PASS", "alone.well_formed": "PASS"}
     comparison = declared_rules(gated(), GateOverrides())[0]
     assert [(look.tests, look.for_readable.tests) for look in comparison.looks.values()] == [(1, 10)]
     broken = gated()
@@ -556,12 +556,12 @@ def test_a_setting_that_breaks_speech_fails_by_the_answers_that_can_be_read(
     broken.records.loc[is_setting, FACET_COLUMNS["solved"]] = UNREAD_FACET
     broken.records.loc[is_setting, FACET_COLUMNS["well_formed"]] = 0
     monkeypatch.setattr("kvaudit.audit.runs.stages.rounds.load_run", lambda _: broken)
-    assert gate_statuses(held) == {"alone.solved": INVALID_BY_FORM, "alone.well_formed": "FAIL"}
+    assert gate_statuses(finished_run) == {"alone.solved": INVALID_BY_FORM, "alone.well_formed": "FAIL"}
     incapable = gated()
     incapable.records[FACET_COLUMNS["solved"]] = 0
     monkeypatch.setattr("kvaudit.audit.runs.stages.rounds.load_run", lambda _: incapable)
     nothing_to_lose = dict.fromkeys(("alone.solved", "alone.well_formed"), Status.NOT_MEASURABLE.value)
-    assert gate_statuses(held) == nothing_to_lose  # that it still speaks is no answer
+    assert gate_statuses(finished_run) == nothing_to_lose  # that it still speaks is no answer
 
 
 def drop_suite(looks: dict[str, Any]) -> None:
@@ -577,17 +577,19 @@ def lose_seal(looks: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("change", [drop_suite, end_plan_here, lose_seal])
-def test_edited_looks_decide_nothing(held: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def test_edited_looks_decide_nothing(
+    finished_run: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
     """Without its key a suite that failed was no longer asked; a plan that ends here makes this look the last."""
     copy = tmp_path / "run"
-    shutil.copytree(held, copy)
+    shutil.copytree(finished_run, copy)
     noted = provenance(copy)
     change(noted[LOOKS])
     (copy / "provenance.json").write_text(json.dumps(noted))
     for command in ("gate", "report", "card"):
         done = CliRunner().invoke(app, [command, str(copy)])
         assert (done.exit_code, "wanted the looks as the run sealed them" in done.stderr) == (2, True)
-    assert "wanted the looks as the run sealed them" in ran(asked("int8"), copy, "--resume", code=2)
+    assert "wanted the looks as the run sealed them" in run_command(asked("int8"), copy, "--resume", code=2)
 
 
 def test_a_run_in_rounds_asks_nothing_anew_that_was_refused(tmp_path: Path) -> None:
@@ -598,16 +600,16 @@ def test_a_run_in_rounds_asks_nothing_anew_that_was_refused(tmp_path: Path) -> N
     assert "error: --ask-refused cannot be used for a run in rounds (evaluate.rounds), which has" in done.stderr
 
 
-def test_people_do_not_label_a_run_in_rounds(held: Path, tmp_path: Path) -> None:
-    words = ["grade", "adjudicate", held, "--out", tmp_path / "sheet.csv"]
+def test_people_do_not_label_a_run_in_rounds(finished_run: Path, tmp_path: Path) -> None:
+    words = ["grade", "adjudicate", finished_run, "--out", tmp_path / "sheet.csv"]
     done = CliRunner().invoke(app, [str(word) for word in words])
     assert done.exit_code == 2
     assert "is a run in rounds, of which human labels decide nothing" in done.stderr
     assert not (tmp_path / "sheet.csv").exists()
 
 
-def test_a_run_in_rounds_is_not_compared_with_bounds_for_a_fixed_number_of_rows(held: Path) -> None:
-    words = ["compare", held, held, "--select-a", "policy=none", "--select-b", "policy=int8"]
+def test_a_run_in_rounds_is_not_compared_with_bounds_for_a_fixed_number_of_rows(finished_run: Path) -> None:
+    words = ["compare", finished_run, finished_run, "--select-a", "policy=none", "--select-b", "policy=int8"]
     done = CliRunner().invoke(app, [str(word) for word in [*words, "--items-are-independent"]])
     assert done.exit_code == 2
     assert "is a run in rounds, whose rows ended when its own gate had decided" in done.stderr
