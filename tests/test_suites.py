@@ -67,7 +67,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @cache
 def _under_test(file: Path | None) -> list[str]:
-    # test_suites_endpoints.py tests one-sided pools, for which a constant answer is right
+    # test_suites_check.py tests one-sided pools, for which a constant answer is right
     both = [name for name, suite in SUITES.all().items() if not suite.one_sided]
     names = [*both, *IN_CONTEXTS] if file is None else SUITES.load_file(file)
     if not names:

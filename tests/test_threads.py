@@ -18,8 +18,7 @@ HANGING = {
 }
 
 
-@pytest.mark.parametrize("whose", HANGING)
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("whose", "sign"), zip(HANGING, (signal.SIGINT, signal.SIGTERM), strict=True))
 def test_a_process_whose_server_hangs_ends_when_it_is_told_to(whose: str, sign: signal.Signals) -> None:
     """The threads sleep for ten minutes, which an exit that joins them would wait for."""
     code = (

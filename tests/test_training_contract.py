@@ -245,7 +245,7 @@ def unbound(base: LoadedModel) -> Batch:
 
 @pytest.fixture(scope="module")
 def compressed(base: LoadedModel) -> Batch:
-    return sampled(base, arm="naive", prompts_per_step=4)  # two groups in each half
+    return sampled(base, arm="naive", **SMALL | {"prompts_per_step": 4})  # two groups in each half
 
 
 @pytest.fixture(params=ARMS)

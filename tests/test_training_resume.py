@@ -74,7 +74,7 @@ def assert_same(found: Path, wanted: Path) -> None:
     assert not (found / "state").exists()
 
 
-@pytest.mark.parametrize("step", ["1", "2", "3", "4"])
+@pytest.mark.parametrize("step", ["1", "3", "4"])  # before any state, a step behind one, and at the last
 def test_a_run_killed_after_any_step_ends_with_the_same_bits(
     step: str, base: LoadedModel, kept: Path, whole: Path, tmp_path: Path
 ) -> None:

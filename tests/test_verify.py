@@ -335,11 +335,10 @@ def test_a_tampered_codec_is_caught_by_the_replay(coded: Path, tmp_path: Path) -
     assert (done.exit_code, "is recorded at" in by_replay, "by more than rounding" in by_border) == (3, True, True)
 
 
-@pytest.mark.parametrize("nats", [0.002, -0.002])
-def test_a_log_prob_off_by_two_thousandths_is_seen_under_codes_too(nats: float, coded: Path, tmp_path: Path) -> None:
+def test_a_log_prob_off_by_two_thousandths_is_seen_under_codes_too(coded: Path, tmp_path: Path) -> None:
     def shifted(rollouts: list[Rollout]) -> None:
         token = int((rollouts[3].sampler_logprobs < -0.01).nonzero()[-1])
-        rollouts[3].sampler_logprobs[token] += nats
+        rollouts[3].sampler_logprobs[token] += 0.002
 
     done = verified(rewritten(shutil.copytree(coded, tmp_path / "copy"), shifted))
     assert done.exit_code == 3
@@ -467,7 +466,7 @@ ALIKE = [
 ]
 
 
-@pytest.mark.parametrize("policy", ALIKE, ids=policy_id)
+@pytest.mark.parametrize("policy", ALIKE[::3], ids=policy_id)  # each is held against all the others
 def test_a_renamed_policy_chooses_other_victims(policy: Policy) -> None:
     """Same budget, schedule and protection: only the ranking, or how many a head keeps, tells them apart."""
     loaded = shared("llama-gqa", torch.float32)
