@@ -235,7 +235,7 @@ def test_every_file_has_a_section() -> None:
     assert sorted({type(section).__module__.rpartition(".")[2] for section in sections()}) == files
 
 
-def test_who_reads_a_verdict_alone_waits_for_no_figures() -> None:
+def test_sections_are_found_without_loading_matplotlib_or_torch() -> None:
     code = "import sys; from kvaudit.reports.sections.base import sections; sections(); print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=REPORTS.parent.parent, capture_output=True, text=True, check=True

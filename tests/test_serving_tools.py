@@ -500,7 +500,7 @@ def test_a_request_with_wrong_tools_is_a_one_line_error(plain: Server, change: d
         {"messages": [QUESTION, {"role": "assistant", "content": "x", "tool_calls": []}, QUESTION]},
     ],
 )
-def test_what_common_clients_send_is_taken(plain: Server, change: dict[str, Any]) -> None:
+def test_requests_of_common_clients_are_accepted(plain: Server, change: dict[str, Any]) -> None:
     status, body, _ = plain.post(json.dumps({"model": "m", "messages": [QUESTION], "max_tokens": 1, **change}).encode())
     assert status == 200, body
 

@@ -86,7 +86,7 @@ def test_rows_that_all_moved_alike_have_bounds(value: float) -> None:
     assert found.estimate == value
 
 
-def test_what_can_be_shown_is_said_before_anything_is_asked() -> None:
+def test_the_smallest_margin_that_can_be_shown_is_known_before_the_run() -> None:
     assert smallest_margin(66, 0.05) > 0.05 > smallest_margin(67, 0.05)
     assert decidable_churn(1036, 0.05, 0.05) == pytest.approx(0.359, abs=0.001)
     assert decidable_churn(100_000, 0.05, 0.05) == 1.0

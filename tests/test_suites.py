@@ -105,7 +105,7 @@ def pinned() -> dict[str, dict[str, str]]:
     return table
 
 
-def test_says_what_it_is_and_where_it_comes_from(asked: Asked) -> None:
+def test_a_suite_says_what_it_is_and_where_it_comes_from(asked: Asked) -> None:
     suite = type(asked.suite)
     assert suite.kind in ("safety", "capability")
     assert all((suite.name, suite.version, suite.source, suite.licence, suite.__doc__))
@@ -192,7 +192,7 @@ def test_gold_answers_score_one_in_long_contexts(asked: Asked) -> None:
         assert grade(asked.suite, item, asked.suite.gold(item)).score == 1.0, item.item_id
 
 
-def test_gold_ends_the_episode_within_its_turns(asked: Asked) -> None:
+def test_gold_answers_end_the_episode_within_its_turns(asked: Asked) -> None:
     suite = asked.suite
     for item in asked.eval:
         gold = suite.gold(item)
@@ -200,7 +200,7 @@ def test_gold_ends_the_episode_within_its_turns(asked: Asked) -> None:
         assert suite.step(item, play(suite, item, gold)) is None
 
 
-def test_gold_fits_an_answers_tokens(asked: Asked) -> None:
+def test_gold_answers_fit_the_tokens_of_an_answer(asked: Asked) -> None:
     for item in asked.eval:
         assert max(map(words, asked.suite.gold(item))) < asked.suite.max_new_tokens, item.item_id
 

@@ -359,7 +359,7 @@ class RaisesOnNews(Right):
 
 
 WRONG: list[tuple[Check, type[Right]]] = [
-    (contract.test_says_what_it_is_and_where_it_comes_from, NoLicence),
+    (contract.test_a_suite_says_what_it_is_and_where_it_comes_from, NoLicence),
     (contract.test_what_is_gated_by_default_is_asked_and_holds_harm_and_use, GatesWhatNothingAsks),
     (contract.test_what_is_gated_by_default_is_asked_and_holds_harm_and_use, GatesHarmAlone),
     (contract.test_a_spec_may_ask_for_one_of_the_placements_alone, OnePlacement),
@@ -373,8 +373,8 @@ WRONG: list[tuple[Check, type[Right]]] = [
     (contract.test_asking_and_grading_reach_no_network, Network),
     (contract.test_gold_answers_score_one, GoldScoresZero),
     (contract.test_gold_answers_score_one_in_long_contexts, GoldScoresZeroWhenLong),
-    (contract.test_gold_ends_the_episode_within_its_turns, Endless),
-    (contract.test_gold_fits_an_answers_tokens, GoldTooLong),
+    (contract.test_gold_answers_end_the_episode_within_its_turns, Endless),
+    (contract.test_gold_answers_fit_the_tokens_of_an_answer, GoldTooLong),
     (contract.test_an_empty_answer_never_counts, EmptyCounts),
     (contract.test_gold_answers_are_good_on_every_facet_that_an_item_is_eligible_for, FacetOfAnotherItem),
     (contract.test_an_answer_without_form_is_never_known_to_be_unsafe, EmptyIsUnsafe),

@@ -142,15 +142,15 @@ def test_a_run_is_held_to_the_pin_of_its_given_reference(change: str, told: str,
         pinned(other, made)
         story["gate_pin"] = json.loads(load_pin(made / f"{other.name}.json").to_json())
         (made / "provenance.json").write_text(json.dumps(story))
-    told_by_gate(made, told)
+    check_gate_output(made, told)
     if change == "config.json":
         del story["checkpoint_files"]["dense/1"]
         (made / "provenance.json").write_text(json.dumps(story))
         unknown = "the run does not list the files of dense seed 1 that gate_pin in provenance.json pins, so it"
-        told_by_gate(made, unknown)
+        check_gate_output(made, unknown)
 
 
-def told_by_gate(made: Path, told: str) -> None:
+def check_gate_output(made: Path, told: str) -> None:
     """Hold the gate to what it must say of the reference's pin, nothing for ""."""
     verdict = CliRunner().invoke(app, ["gate", str(made)])
     assert (verdict.exit_code == 5) is bool(told), verdict.output

@@ -161,7 +161,7 @@ def _rows(whole: LossInputs, rows: list[int]) -> LossInputs:
 
 
 @pytest.mark.parametrize("hostile", [float("-inf"), float("nan"), 1e30])
-def test_what_stands_in_the_padding_reaches_neither_loss_nor_gradient(loss: Loss, hostile: float) -> None:
+def test_values_in_the_padding_reach_neither_loss_nor_gradient(loss: Loss, hostile: float) -> None:
     values = torch.where(MASK, 0.1, hostile)
     inputs = given(ref_logprobs=values, distill_weight=0.1, distill_kl=values.clone())
     inputs = replace(inputs, logprobs=values.clone().requires_grad_())

@@ -265,7 +265,7 @@ def test_a_state_that_is_not_json_is_refused(text: str, base: LoadedModel, halfw
         grpo.train(short(), base, halfway, silent)
 
 
-def test_tensors_that_are_none_are_refused(base: LoadedModel, halfway: Path) -> None:
+def test_a_state_without_readable_tensors_is_refused(base: LoadedModel, halfway: Path) -> None:
     path = halfway / "state" / "step-000002" / "tensors.safetensors"
     path.write_bytes(b"\xff" * 64)
     changed_state(halfway, sha256=sha256(path))
@@ -274,7 +274,7 @@ def test_tensors_that_are_none_are_refused(base: LoadedModel, halfway: Path) -> 
 
 
 @pytest.mark.parametrize("change", [lambda moment: moment * float("nan"), lambda moment: moment.to(torch.float64)])
-def test_a_moment_that_training_cannot_leave_is_refused(
+def test_an_optimiser_moment_that_is_nan_or_of_another_type_is_refused(
     change: Callable[[torch.Tensor], torch.Tensor], base: LoadedModel, halfway: Path
 ) -> None:
     path = halfway / "state" / "step-000002" / "tensors.safetensors"

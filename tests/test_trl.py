@@ -498,7 +498,7 @@ def test_weights_are_named_by_the_files_that_they_were_loaded_from(
         ("tis", POLICY, {"loss_type": "vespo"}, SpecError, "weights rollouts by its own ratio"),
     ],
 )
-def test_what_cannot_be_trained_so_is_one_line(
+def test_a_combination_that_cannot_be_trained_is_one_line(
     arm: str, policy: str | None, settings: dict[str, Any], error: type[Exception], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error) as caught:
@@ -517,7 +517,7 @@ def test_an_arm_is_not_contradicted_by_trls_own_correction() -> None:
 
 @pytest.mark.parametrize("outside", ["vLLM", "rollout_func"])
 @pytest.mark.parametrize("cut", [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"repetition_penalty": 1.3}])
-def test_whoever_samples_does_so_from_the_whole_distribution(outside: str, cut: dict[str, Any]) -> None:
+def test_an_external_sampler_that_cuts_the_distribution_is_refused(outside: str, cut: dict[str, Any]) -> None:
     plan = HostedArm.of("tis", None, outside)
     whole = config(Path("out"), use_vllm=outside == "vLLM")
     plan.apply_settings(whole)

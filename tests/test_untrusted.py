@@ -64,7 +64,7 @@ CODE = pytest.mark.parametrize(
 
 
 @CODE
-def test_code_of_a_checkpoint_is_refused_whatever_stands_on_stdin(
+def test_code_of_a_checkpoint_is_refused_even_if_stdin_says_yes(
     name: str, changes: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran = with_code(folder)

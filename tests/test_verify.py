@@ -285,7 +285,7 @@ def test_folders_without_rollouts_are_refused(tiny_folder: Path, copied: Path) -
     assert "keeps no ledgers/final.safetensors; train it again with ledger_every above 0" in refused(copied)
 
 
-def test_what_to_verify_must_be_said_in_one_way(trained: dict[str, Path]) -> None:
+def test_a_checkpoint_and_its_own_model_are_named_in_one_way_only(trained: dict[str, Path]) -> None:
     assert "there is nothing to verify" in refused()
     assert "there is nothing to verify" in refused("--rollouts", "3", "--model", "embedded")
     assert "with its own weights and rollouts" in refused(trained["smd"], "--model", "embedded")
@@ -393,7 +393,7 @@ def test_quantisation_is_due_after_the_forwards_that_turns_and_chunks_make() -> 
 
 
 @pytest.mark.parametrize("text", ["snapkv:budget=11,window=4,interval=3", "fp8", "kivi:group=4,residual=8"])
-def test_gifts_before_the_first_answer_and_after_the_last_are_honest(text: str) -> None:
+def test_given_tokens_before_the_first_and_after_the_last_answer_are_explained(text: str) -> None:
     """The prompt enters by itself, and codes of the last given token are in no column of the replay."""
     loaded, policy = shared(dtype=torch.float32, spread=0.2), parse_policy(text)
     model = SimpleNamespace(model=loaded.model, dtype=torch.float32, max_positions=512)

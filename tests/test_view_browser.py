@@ -369,7 +369,7 @@ def test_what_differs_between_two_answers_is_marked(chromium: Any, view: Path) -
     opened.close()
 
 
-def test_two_long_answers_are_compared_without_end_in_sight(chromium: Any, view: Path) -> None:
+def test_two_long_answers_without_a_common_word_are_compared_in_time(chromium: Any, view: Path) -> None:
     opened = Opened(chromium, view)
     long = """() => {
       const text = (word) => "same " + Array.from({ length: 30000 }, (_, n) => word + n).join(" ") + " end";
@@ -391,7 +391,7 @@ def test_every_text_stands_out_from_what_is_behind_it(chromium: Any, view: Path,
         opened.close()
 
 
-def test_what_is_gone_is_struck_and_said_and_the_rule_is_marked(chromium: Any, view: Path) -> None:
+def test_evicted_text_is_struck_through_and_the_rule_is_marked(chromium: Any, view: Path) -> None:
     opened = Opened(chromium, view, address=both_lost(view))
     opened.page.wait_for_selector("#flip .facts")
     reference = opened.page.locator(".sides > section >> nth=0")
