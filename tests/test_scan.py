@@ -121,7 +121,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_cannot_be_read_is_one_line_and_the_rest_is_still_scanned(name: str, tmp_path: Path) -> None:
+def test_an_unreadable_file_is_one_line_and_the_rest_is_still_scanned(name: str, tmp_path: Path) -> None:
     text, reason = BROKEN[name]
     (tmp_path / "a.sh").write_text("vllm serve x --kv-cache-dtype fp8\n")
     (tmp_path / "z.sh").write_text("vllm serve x --kv-cache-dtype fp8\n")
@@ -309,19 +309,19 @@ def test_the_examples_call_the_command_as_it_is(name: str) -> None:
         "python - <<'X'\nprint('--x y\nX",
     ],
 )
-def test_what_scripts_are_full_of_stops_no_scan(above: str, tmp_path: Path) -> None:
+def test_common_lines_of_scripts_do_not_stop_a_scan(above: str, tmp_path: Path) -> None:
     result = one(tmp_path, "a.sh", f"{above}\nvllm serve x --kv-cache-dtype fp8\n")
     assert [finding.line for finding in result.findings] == [above.count("\n") + 2]
 
 
-def test_a_text_of_blank_lines_is_read_in_no_time(tmp_path: Path) -> None:
+def test_a_text_of_blank_lines_is_read_in_linear_time(tmp_path: Path) -> None:
     blank = "x = '''a=b" + "\n" * 400_000 + "'''\nllm = LLM(kv_cache_dtype='fp8')\n"
     started = time.perf_counter()
     assert len(one(tmp_path, "a.py", blank).findings) == 1
     assert time.perf_counter() - started < 20  # seconds; hours where every line is looked at for every other
 
 
-def test_a_word_in_a_longer_one_names_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engines_name_inside_a_longer_word_is_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = "engine: vllm\noverlap: true  # ctrl, observed\nkv_cache_dtype: fp8\n"  # verl, trl, serve
     finding = one(Path(), "a.yaml", text).findings[0]
@@ -529,7 +529,7 @@ def test_a_flag_that_several_engines_have_is_of_the_one_that_is_named(name: str,
         ),
     ],
 )
-def test_what_a_trainer_launches_are_rollouts(name: str, text: str, state: str, tmp_path: Path) -> None:
+def test_an_engine_that_a_trainer_launches_makes_rollouts(name: str, text: str, state: str, tmp_path: Path) -> None:
     assert [(one.role, one.state) for one in one(tmp_path, name, text).findings] == [("rollout", state)]
 
 

@@ -156,7 +156,7 @@ def test_a_default_correction_is_overruled_by_what_the_file_says() -> None:
     assert states("trl_grpo.py", text.replace(", vllm_importance_sampling_correction={}", "")) == ["corrected"]
 
 
-def test_what_comes_with_the_weights_or_loses_nothing_needs_no_answer() -> None:
+def test_compression_that_the_weights_bring_or_that_loses_nothing_needs_no_declaration() -> None:
     text = '{"model_type": "x", "sliding_window": 4096, "cache_implementation": "offloaded"}'
     assert states("config.json", text) == ["native", "lossless"]
     assert kvaudit("config.json").exit_code == 0

@@ -87,9 +87,19 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(*(Inputs(decide_run(data), data) for data in map(load_run, made)))
 
 
-def shown(section: Section[Any], inputs: Inputs) -> Page:
+_COMPUTED: dict[tuple[Section[Any], int], Any] = {}
+
+
+def computed(section: Section[Any], inputs: Inputs) -> Any:
+    """What a section finds in a run of the world, computed once for all checks."""
+    key = section, id(inputs)
+    if key not in _COMPUTED:
+        _COMPUTED[key] = section.compute(inputs)
+    return _COMPUTED[key]
+
+
+def shown(section: Section[Any], inputs: Inputs, value: Any) -> Page:
     """A page that has this section alone, with the figures it draws."""
-    value = section.compute(inputs)
     values = {} if value is None else {section.name: value}
     findings = dataclasses.replace(inputs.decided, values=values)
     passages = () if value is None else (section.passage(value, findings),)
@@ -97,13 +107,13 @@ def shown(section: Section[Any], inputs: Inputs) -> Page:
 
 
 def says_nothing_of_an_empty_run(section: Section[Any], world: World) -> None:
-    page = shown(section, world.empty)
+    page = shown(section, world.empty, computed(section, world.empty))
     assert markdown.render(page)
     assert Markup(html.render(page)).open == []
 
 
 def lets_no_text_become_markup(section: Section[Any], world: World) -> None:
-    page = shown(section, world.strange)
+    page = shown(section, world.strange, computed(section, world.strange))
     value = page.findings.values.get(section.name)
     for drawing in section.draw(value, page.findings) if value is not None else ():
         assert not drawing or {tag.lower() for tag in Markup(drawing.svg).tags} <= TAME
@@ -113,7 +123,7 @@ def lets_no_text_become_markup(section: Section[Any], world: World) -> None:
 
 
 def facts_are_plain(section: Section[Any], world: World) -> None:
-    for value in (None, *map(section.compute, world)):
+    for value in (None, *(computed(section, inputs) for inputs in world)):
         facts = section.facts(value)
         assert set(facts) == set(section.keys)
         _check_plain(facts)
@@ -137,7 +147,7 @@ def _check_plain(value: Any) -> None:
 
 def finds_a_frozen_value(section: Section[Any], world: World) -> None:
     for inputs in world:
-        value = section.compute(inputs)
+        value = computed(section, inputs)
         for one in value if isinstance(value, tuple) and not hasattr(value, "_fields") else (value,):
             frozen = one is None or isinstance(one, tuple) or one.__dataclass_params__.frozen
             assert frozen, f"{type(one).__name__} can be changed behind the back of who holds it"
@@ -148,7 +158,7 @@ def decides_nothing(section: Section[Any], world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decide, "decide", _refuse)
         before = world.rich.decided.verdict
-        page = shown(section, world.rich)
+        page = shown(section, world.rich, section.compute(world.rich))
     assert page.findings.verdict is before
 
 
@@ -161,12 +171,12 @@ def is_about_gated_cells_where_it_says_so(section: Section[Any], world: World) -
     open_ = tuple(dataclasses.replace(d, gated=False) for d in verdict.decisions)
     ungated = dataclasses.replace(world.rich.decided, verdict=dataclasses.replace(verdict, decisions=open_))
     if section.gated:
-        assert section.compute(world.rich) is not None, "there are gated cells"
+        assert computed(section, world.rich) is not None, "there are gated cells"
         assert section.compute(dataclasses.replace(world.rich, decided=ungated)) is None
 
 
 def draws_what_it_names(section: Section[Any], world: World) -> None:
-    value = section.compute(world.rich)
+    value = computed(section, world.rich)
     if value is not None:
         drawn = [drawing.name for drawing in section.draw(value, world.rich.decided) if drawing]
         assert set(drawn) <= set(section.figures)
@@ -204,11 +214,10 @@ def test_a_section_keeps_its_contract(section: Section[Any], check: Callable[...
     check(section, world)
 
 
-@EVERY
-def test_its_file_is_named_nowhere_else(section: Section[Any]) -> None:
-    own = Path(inspect.getfile(type(section)))
-    module = type(section).__module__
-    assert not [path for path in REPORTS.rglob("*.py") if path != own and module in imports(path)]
+def test_no_other_file_names_the_file_of_a_section() -> None:
+    own = {type(section).__module__: Path(inspect.getfile(type(section))) for section in sections()}
+    for path in REPORTS.rglob("*.py"):
+        assert not [module for module in own.keys() & imports(path) if own[module] != path], path
 
 
 def test_cells_that_have_no_two_sides_stop_no_section(tmp_path: Path) -> None:
@@ -226,7 +235,7 @@ def test_every_file_has_a_section() -> None:
     assert sorted({type(section).__module__.rpartition(".")[2] for section in sections()}) == files
 
 
-def test_who_reads_a_verdict_alone_waits_for_no_figures() -> None:
+def test_sections_are_found_without_loading_matplotlib_or_torch() -> None:
     code = "import sys; from kvaudit.reports.sections.base import sections; sections(); print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=REPORTS.parent.parent, capture_output=True, text=True, check=True
@@ -235,7 +244,7 @@ def test_who_reads_a_verdict_alone_waits_for_no_figures() -> None:
 
 
 def test_most_sections_find_something_here(world: World) -> None:
-    found = {section.name for section in sections() for inputs in world if section.compute(inputs) is not None}
+    found = {section.name for section in sections() for inputs in world if computed(section, inputs) is not None}
     assert {section.name for section in sections()} - found <= {"contexts", "judge", "judges", "looks"}
 
 

@@ -110,7 +110,8 @@ def named(message: Any) -> list[tuple[str, dict[str, Any]]]:
     return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or []]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+# one template of every form; that each template's calls are read back is seen without a server below
+@pytest.mark.parametrize("name", {form: name for name, form in FORMS.items()}.values())
 def test_the_client_of_openai_holds_a_conversation_with_calls(
     name: str, base: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,12 +181,13 @@ MALFORMED = [
 ]
 
 
-@pytest.mark.parametrize("text", MALFORMED)
-def test_a_call_that_cannot_be_read_stays_text(text: str, base: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    with saying(base, monkeypatch, "qwen25", text, text) as (server, _):
-        choice = ask(server, max_tokens=20_000).choices[0]
-        assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
-        assert joined(ask(server, max_tokens=20_000, stream=True)) == (text, [], "stop")
+def test_a_call_that_cannot_be_read_stays_text(base: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    twice = [text for text in MALFORMED for _ in range(2)]
+    with saying(base, monkeypatch, "qwen25", *twice) as (server, _):
+        for text in MALFORMED:
+            choice = ask(server, max_tokens=20_000).choices[0]
+            assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
+            assert joined(ask(server, max_tokens=20_000, stream=True)) == (text, [], "stop")
 
 
 def test_a_cut_answer_ends_by_its_length(base: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +278,7 @@ PIECES = (
 def test_a_stream_sends_what_the_whole_answer_says(form: str | None) -> None:
     """Whatever the text and however it is cut into deltas."""
     called = 0
-    for seed in range(400):
+    for seed in range(150):
         draw = random.Random(f"{form}-{seed}")
         text = "".join(draw.choice(PIECES) for _ in range(draw.randint(1, 9))).encode("utf-8", "replace").decode()
         opens = draw.random() < 0.1
@@ -292,7 +294,7 @@ def test_a_stream_sends_what_the_whole_answer_says(form: str | None) -> None:
             assert whole.text.startswith(sent), (text, place)
         if not whole.calls:
             assert whole.text == text
-    assert called > 20
+    assert called > 7
 
 
 def streamed(reader: AnswerReader, text: str) -> str:
@@ -498,7 +500,7 @@ def test_a_request_with_wrong_tools_is_a_one_line_error(plain: Server, change: d
         {"messages": [QUESTION, {"role": "assistant", "content": "x", "tool_calls": []}, QUESTION]},
     ],
 )
-def test_what_common_clients_send_is_taken(plain: Server, change: dict[str, Any]) -> None:
+def test_requests_of_common_clients_are_accepted(plain: Server, change: dict[str, Any]) -> None:
     status, body, _ = plain.post(json.dumps({"model": "m", "messages": [QUESTION], "max_tokens": 1, **change}).encode())
     assert status == 200, body
 

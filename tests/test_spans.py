@@ -121,7 +121,7 @@ def test_a_record_keeps_its_spans_and_one_without_any_is_as_it_was_before() -> N
      {"rule": {"kept": True, "at": []}}, {"rule": {"kept": 1.0, "at": [[0, 4, 2]]}},
      {"rule": {"kept": 1.0, "at": [[0, 1]]}}, {"rule": {"kept": 1.0, "at": [], "more": 1}}],
 )  # fmt: skip
-def test_what_is_no_table_of_spans_is_named_with_its_line(spans: object, tmp_path: Path) -> None:
+def test_malformed_spans_are_reported_with_their_line(spans: object, tmp_path: Path) -> None:
     line = json.dumps(json.loads(record().to_json()) | {"spans": spans})
     with pytest.raises(DataError, match="record has spans"):
         Record.from_json(line)
@@ -151,7 +151,7 @@ def test_a_unit_that_was_begun_before_there_were_spans_is_read_whole(tmp_path: P
      (mark_spans(bait="kind"), "names a span 'bait'; known: rule, order,"),
      ((Span("rule", " \n"),), "names a span 'rule' without text")],
 )  # fmt: skip
-def test_a_plug_in_that_names_a_span_nobody_can_find_is_refused_before_anything_is_asked(
+def test_a_plug_in_whose_span_is_not_in_the_prompt_is_refused_before_anything_is_asked(
     spans: tuple[Span, ...], wrong: str
 ) -> None:
     class OneTurn(Counting):

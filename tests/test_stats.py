@@ -21,7 +21,7 @@ def uneven(seed: int, clusters: int = 17) -> tuple[np.ndarray, np.ndarray]:
     return z, labels
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_cr3_equals_statsmodels(seed):
     sm = pytest.importorskip("statsmodels.api")
     z, labels = uneven(seed)
@@ -49,9 +49,8 @@ def test_score_at_zero_is_mcnemar(losses, gains):
 def test_one_item_per_cluster_with_deff_one_is_plain_tango_at_a_t_quantile():
     z = np.array([-1.0] * 2 + [1.0] * 12 + [0.0] * 36)
     effect = ess_tango(z, np.arange(50))
-    assert effect.deff == pytest.approx(max(1.0, effect.deff))
-    scale = effect.deff
-    wanted = tango_interval(2 / scale, 12 / scale, 50 / scale, float(stats.t.ppf(0.975, 49)))
+    assert effect.deff >= 1
+    wanted = tango_interval(*(count / effect.deff for count in (2, 12, 50)), float(stats.t.ppf(0.975, 49)))
     assert (effect.low, effect.high) == pytest.approx(wanted, abs=1e-10)
     assert (effect.losses, effect.gains, effect.n_items, effect.n_clusters) == (2, 12, 50, 50)
 
@@ -76,13 +75,6 @@ def test_every_item_lost_stays_on_the_scale():
     effect = ess_tango(-np.ones(40), np.repeat(np.arange(20), 2))
     assert effect.estimate == effect.low == -1
     assert -1 < effect.high < -0.7
-
-
-@pytest.mark.parametrize("copies", [2, 4, 8])
-def test_copies_of_one_sample_change_nothing(copies):
-    z, labels = uneven(2)
-    averaged = np.mean([z] * copies, axis=0)
-    assert ess_tango(averaged, labels, samples=copies) == ess_tango(z, labels, samples=1)
 
 
 def test_deff_floor_is_one_for_one_sample_and_one_over_k_for_averages():

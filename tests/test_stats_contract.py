@@ -94,7 +94,7 @@ def test_order_of_items_and_names_of_clusters_change_nothing(statistic: Statisti
 
 @HELD
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_no_number_is_refused(statistic: Statistic, value: float) -> None:
+def test_nan_and_infinity_are_refused(statistic: Statistic, value: float) -> None:
     z, labels = drawn(5)
     z[3] = value
     with pytest.raises(AssertionError):
@@ -240,7 +240,7 @@ WRONG: list[tuple[Check, Statistic]] = [
     (test_swapped_arms_flip_the_sign_and_mirror_the_interval, wrong(sign_kept)),
     (test_swapped_arms_flip_the_sign_and_mirror_the_interval, wrong(interval_not_mirrored)),
     (test_order_of_items_and_names_of_clusters_change_nothing, wrong(order_matters)),
-    (test_what_is_no_number_is_refused, wrong(nan_is_zero)),
+    (test_nan_and_infinity_are_refused, wrong(nan_is_zero)),
     (test_a_result_is_frozen_and_names_its_method_and_source, wrong(nameless)),
     (test_a_result_is_frozen_and_names_its_method_and_source, wrong(thawed)),
     (test_more_clusters_of_the_same_kind_narrow_the_interval, wrong(anything_is_possible)),

@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from suite_world import (
+    ANSWERS,
     CONSTANTS,
     ECHOES,
     FIRST_ITEMS,
@@ -66,7 +67,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @cache
 def _under_test(file: Path | None) -> list[str]:
-    # test_suites_endpoints.py tests one-sided pools, for which a constant answer is right
+    # test_suites_check.py tests one-sided pools, for which a constant answer is right
     both = [name for name, suite in SUITES.all().items() if not suite.one_sided]
     names = [*both, *IN_CONTEXTS] if file is None else SUITES.load_file(file)
     if not names:
@@ -104,7 +105,7 @@ def pinned() -> dict[str, dict[str, str]]:
     return table
 
 
-def test_says_what_it_is_and_where_it_comes_from(asked: Asked) -> None:
+def test_a_suite_says_what_it_is_and_where_it_comes_from(asked: Asked) -> None:
     suite = type(asked.suite)
     assert suite.kind in ("safety", "capability")
     assert all((suite.name, suite.version, suite.source, suite.licence, suite.__doc__))
@@ -191,7 +192,7 @@ def test_gold_answers_score_one_in_long_contexts(asked: Asked) -> None:
         assert grade(asked.suite, item, asked.suite.gold(item)).score == 1.0, item.item_id
 
 
-def test_gold_ends_the_episode_within_its_turns(asked: Asked) -> None:
+def test_gold_answers_end_the_episode_within_its_turns(asked: Asked) -> None:
     suite = asked.suite
     for item in asked.eval:
         gold = suite.gold(item)
@@ -199,7 +200,7 @@ def test_gold_ends_the_episode_within_its_turns(asked: Asked) -> None:
         assert suite.step(item, play(suite, item, gold)) is None
 
 
-def test_gold_fits_an_answers_tokens(asked: Asked) -> None:
+def test_gold_answers_fit_the_tokens_of_an_answer(asked: Asked) -> None:
     for item in asked.eval:
         assert max(map(words, asked.suite.gold(item))) < asked.suite.max_new_tokens, item.item_id
 
@@ -251,12 +252,16 @@ def _few(items: tuple[str, ...]) -> frozenset[str]:
 
 
 def without_understanding(asked: Asked) -> list[Said]:
-    """Return the grades of constant answers, of gold answers given to all items, and of echoes of the question."""
+    """Return the grades of constant answers, of gold answers given to all items, and of echoes of the question.
+
+    What stands around a row changes no grader, so that a context meets a few of the constants.
+    """
     suite, few = asked.suite, _few(tuple(item.cluster_id for item in asked.eval))
     items = [item for item in asked.eval if item.cluster_id in few]
     golds = {suite.gold(item) for item in items[::9]}
     everything = tuple(" ".join(dict.fromkeys(turns)) for turns in zip_longest(*sorted(golds), fillvalue=""))
-    said = {*((answer,) * suite.max_turns for answer in (*CONSTANTS, suite.refusal)), *golds, everything}
+    constants = (*(ANSWERS if suite.context else CONSTANTS), suite.refusal)
+    said = {*((answer,) * suite.max_turns for answer in constants), *golds, everything}
     tried = {str(each): [each] * len(items) for each in said}
     for name, echo in ECHOES.items():
         tried[f"echo of the {name}"] = [(echo(item),) * suite.max_turns for item in items]
@@ -381,10 +386,24 @@ def test_a_grade_depends_on_its_item_alone(asked: Asked) -> None:
     assert json.dumps([dict(item.payload) for item in items]) == before
 
 
-HOSTILE = st.text() | st.recursive(
+ANY_ANSWER = st.text() | st.recursive(
     st.none() | st.integers() | st.text(), lambda leaf: st.lists(leaf) | st.dictionaries(st.text(), leaf)
 ).map(repr).map(lambda text: text.replace("'", '"'))
 WORST = ("{" * 5000, '{"a":' * 5000, "Answer: " + "9" * 9000, '{"tool":' + "9" * 9000 + "}", "\x00\ud7ff", "{}")
+
+
+@pytest.fixture(scope="session")
+def hostile() -> list[str]:
+    """Answers that hypothesis draws once for all suites, because to draw one takes longer than to grade it."""
+    found: list[str] = []
+
+    @settings(max_examples=40, deadline=None)
+    @given(ANY_ANSWER)
+    def draw(text: str) -> None:
+        found.append(text)
+
+    draw()
+    return found
 
 
 def test_the_worst_completions_are_graded(asked: Asked) -> None:
@@ -392,14 +411,13 @@ def test_the_worst_completions_are_graded(asked: Asked) -> None:
         check_graded(asked, completion)
 
 
-@settings(max_examples=12, deadline=None)
-@given(completion=HOSTILE)
-def test_any_completion_is_graded(asked: Asked, completion: str) -> None:
-    check_graded(asked, completion)
+def test_any_completion_is_graded(asked: Asked, hostile: list[str]) -> None:
+    for completion in hostile:
+        check_graded(asked, completion)
 
 
 def check_graded(asked: Asked, completion: str) -> None:
-    assert grade(asked.suite, asked.eval[0], [completion] * 2).outcome in Outcome
+    assert grade(asked.suite, asked.eval[0], [completion] * 2).outcome in Outcome, completion
 
 
 def test_gold_answers_are_good_on_every_facet_that_an_item_is_eligible_for(asked: Asked) -> None:

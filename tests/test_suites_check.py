@@ -128,9 +128,7 @@ def test_an_order_to_steal_data_takes_two_answers(rows: Path) -> None:
 
 
 @pytest.mark.parametrize("file", STEALING_FILES[1::2])
-def test_without_the_attackers_who_steal_data_the_others_are_asked_and_the_margin_is_wider(
-    file: str, rows: Path
-) -> None:
+def test_without_the_rows_of_thefts_the_other_attacks_are_asked_and_the_margin_is_wider(file: str, rows: Path) -> None:
     assert (has_thefts(), agent_suites(), absent_sources("orders")) == (True, AGENTS, ())
     (rows / file).unlink()
     sources = Counter(item.cluster_id.split("-")[1] for item in asked("orders"))

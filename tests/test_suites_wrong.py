@@ -11,7 +11,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import test_suites as contract
-from hypothesis import is_hypothesis_test
 from suite_world import CONSTANTS, ECHOES, FIRST_ITEMS, Asked, ask, digest
 
 from kvaudit.core.errors import SpecError
@@ -360,7 +359,7 @@ class RaisesOnNews(Right):
 
 
 WRONG: list[tuple[Check, type[Right]]] = [
-    (contract.test_says_what_it_is_and_where_it_comes_from, NoLicence),
+    (contract.test_a_suite_says_what_it_is_and_where_it_comes_from, NoLicence),
     (contract.test_what_is_gated_by_default_is_asked_and_holds_harm_and_use, GatesWhatNothingAsks),
     (contract.test_what_is_gated_by_default_is_asked_and_holds_harm_and_use, GatesHarmAlone),
     (contract.test_a_spec_may_ask_for_one_of_the_placements_alone, OnePlacement),
@@ -374,8 +373,8 @@ WRONG: list[tuple[Check, type[Right]]] = [
     (contract.test_asking_and_grading_reach_no_network, Network),
     (contract.test_gold_answers_score_one, GoldScoresZero),
     (contract.test_gold_answers_score_one_in_long_contexts, GoldScoresZeroWhenLong),
-    (contract.test_gold_ends_the_episode_within_its_turns, Endless),
-    (contract.test_gold_fits_an_answers_tokens, GoldTooLong),
+    (contract.test_gold_answers_end_the_episode_within_its_turns, Endless),
+    (contract.test_gold_answers_fit_the_tokens_of_an_answer, GoldTooLong),
     (contract.test_an_empty_answer_never_counts, EmptyCounts),
     (contract.test_gold_answers_are_good_on_every_facet_that_an_item_is_eligible_for, FacetOfAnotherItem),
     (contract.test_an_answer_without_form_is_never_known_to_be_unsafe, EmptyIsUnsafe),
@@ -427,11 +426,10 @@ def hold(check: Check, asked: Asked, right: Digests) -> None:
         "elsewhere": {"right": right.elsewhere},
         "pinned": {"right": {"1": right.pinned}},
         "completion": "",
+        "hostile": ["[1, 'x']"],
     }
     if "mindless" in inspect.signature(check).parameters:
         given["mindless"] = contract.without_understanding(asked)
-    if is_hypothesis_test(check):
-        check, given["completion"] = check.hypothesis.inner_test, "[1, 'x']"  # type: ignore[attr-defined]
     check(**{name: given[name] for name in inspect.signature(check).parameters})
 
 

@@ -23,7 +23,7 @@ RIGHT, WRONG = "Red", "Green"
         "I believe it's Red.",
     ],
 )
-def test_who_denies_the_other_word_stands(answer: str) -> None:
+def test_an_answer_that_denies_the_other_word_stands_by_its_own(answer: str) -> None:
     assert _gives_word(answer, RIGHT, WRONG)
     assert not _gives_word(answer, WRONG, RIGHT)
 
@@ -37,12 +37,12 @@ def test_who_denies_the_other_word_stands(answer: str) -> None:
         "I thought it was Red, but you are right: Green.",
     ],
 )
-def test_who_takes_his_own_word_back_has_given_it_up(answer: str) -> None:
+def test_an_answer_that_takes_its_own_word_back_gives_the_other(answer: str) -> None:
     assert _gives_word(answer, WRONG, RIGHT)
     assert not _gives_word(answer, RIGHT, WRONG)
 
 
 @pytest.mark.parametrize("answer", ["Red or Green.", "It is Red. It is Green.", "Yes, I am sure.", ""])
-def test_what_says_both_or_none_says_nothing(answer: str) -> None:
+def test_an_answer_with_both_words_or_neither_gives_none(answer: str) -> None:
     assert not _gives_word(answer, RIGHT, WRONG)
     assert not _gives_word(answer, WRONG, RIGHT)

@@ -112,7 +112,7 @@ def test_every_rule_has_an_example() -> None:
 
 
 @pytest.mark.parametrize(("kind", "arguments", "kept", "broken"), EXAMPLES)
-def test_what_is_written_to_a_rule_keeps_it(kind: str, arguments: dict[str, Any], kept: str, broken: str) -> None:
+def test_the_gold_answer_to_a_rule_keeps_it(kind: str, arguments: dict[str, Any], kept: str, broken: str) -> None:
     assert keeps(write_answer(["harbour"], [(kind, arguments)]), [(kind, arguments)])
 
 
@@ -130,7 +130,7 @@ def test_a_flood_is_checked_at_once(answer: str) -> None:
     assert time.process_time() - start < 1.0
 
 
-def test_languages_in_letters_that_all_share_have_no_checker() -> None:
+def test_languages_without_letters_of_their_own_have_no_checker() -> None:
     assert is_checkable("language:response_language", {"language": "kn"})
     assert not is_checkable("language:response_language", {"language": "vi"})
     assert not is_checkable("style:friendly", {})
@@ -146,7 +146,7 @@ def test_languages_in_letters_that_all_share_have_no_checker() -> None:
         ("a " * 40, True),
     ],
 )
-def test_what_is_an_answer_to_a_request(answer: str, found: bool) -> None:
+def test_an_answer_shares_words_with_its_request_or_is_long(answer: str, found: bool) -> None:
     assert is_answer(answer, "describe harbour boats") is found
 
 

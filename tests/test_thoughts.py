@@ -94,13 +94,13 @@ def test_without_the_option_a_thought_is_an_answer() -> None:
 
 
 @pytest.mark.parametrize("text", ["the code is zebra</think>I refuse", "zebra <think>hm</think> I refuse"])
-def test_what_was_said_before_any_thought_cannot_be_taken_back(text: str) -> None:
+def test_text_before_a_thought_is_part_of_the_answer(text: str) -> None:
     assert split_thought(text, is_open=False) == (Message(Role.ASSISTANT, text),)
 
 
 @pytest.mark.parametrize("text", ["\n <think>a</think>\n\nb<think>c</think>", "<think>a", "a</think>", "a", "</think>"])
 @pytest.mark.parametrize("opened", [False, True])
-def test_what_was_drawn_can_be_told_to_the_letter(text: str, *, opened: bool) -> None:
+def test_splitting_a_thought_from_its_answer_loses_no_letter(text: str, *, opened: bool) -> None:
     assert "".join(message.content for message in split_thought(text, is_open=opened)) == text
     assert len(without_thoughts(split_thought(text, is_open=opened))) == 1
 

@@ -18,8 +18,7 @@ HANGING = {
 }
 
 
-@pytest.mark.parametrize("whose", HANGING)
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("whose", "sign"), [*zip(HANGING, (signal.SIGINT, signal.SIGTERM), strict=True)])
 def test_a_process_whose_server_hangs_ends_when_it_is_told_to(whose: str, sign: signal.Signals) -> None:
     """The threads sleep for ten minutes, which an exit that joins them would wait for."""
     code = (
@@ -40,7 +39,7 @@ def test_a_process_whose_server_hangs_ends_when_it_is_told_to(whose: str, sign: 
     assert process.returncode != 0
 
 
-def test_so_many_are_under_way_at_a_time_and_all_are_done_in_order() -> None:
+def test_at_most_so_many_run_at_once_and_results_keep_their_order() -> None:
     door, under_way, most = threading.Lock(), [0], [0]
     together = threading.Barrier(3, timeout=60)
 
@@ -89,7 +88,7 @@ def test_an_error_tells_work_that_has_begun_to_stop_and_gives_it_time_to_end() -
     assert ended == [1]
 
 
-def test_what_is_cancelled_before_its_turn_is_not_begun() -> None:
+def test_work_that_is_cancelled_in_the_queue_never_starts() -> None:
     held, asked = threading.Event(), list[int]()
 
     def work(number: int) -> int:

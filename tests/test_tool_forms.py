@@ -180,14 +180,14 @@ def test_a_call_is_read_without_knowing_its_form(name: str, text: str, calls: tu
 
 
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in HALF.items() for text in texts])
-def test_half_a_call_is_broken_and_not_words(name: str, text: str) -> None:
+def test_half_a_call_is_a_broken_call_and_not_plain_text(name: str, text: str) -> None:
     for reading in (read_calls(text, TOOLS, form(name)), read_calls(text, TOOLS)):
         assert reading.calls == ()
         assert reading.is_broken, text
 
 
 @pytest.mark.parametrize("name", TOOL_FORMS.all())
-def test_words_are_no_call_in_any_form(name: str) -> None:
+def test_plain_text_is_not_read_as_a_call_in_any_form(name: str) -> None:
     for text in ("Done.", "I would call f(a=1) now.", "See <this> and [that]. {'a': 1}", "The name is f."):
         assert form(name).read(text, TOOLS) == Reading(text, (), False)
 

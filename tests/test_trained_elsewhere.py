@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pandas as pd
 import pytest
@@ -75,12 +75,46 @@ def run(tmp_path: Path, body: dict) -> tuple[int, str, Path]:
     return result.exit_code, " ".join(result.output.split()), tmp_path / "run"
 
 
-def test_two_checkpoints_of_ones_own_are_compared_and_disclosed(trained: Path, tmp_path: Path) -> None:
-    code, output, folder = run(tmp_path, spec(trained))
+def of_folders() -> dict:
+    """The spec of the checkpoints in the folders ``reference``, which is pinned, and ``fast``."""
+    body = spec("fast", gate={"pin": "reference.json", "on_inconclusive": "warn"})
+    body["checkpoints"]["dense"]["seeds"] = {1: "reference"}
+    body["evaluate"] |= {"suites": {"refusal": {"items": 24}}}  # enough templates for an interval
+    return body
+
+
+class Finished(NamedTuple):
+    """A folder with two checkpoints and the finished run that compared them, and what the run printed."""
+
+    home: Path
+    output: str
+
+
+@pytest.fixture(scope="module")
+def finished(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    home = tmp_path_factory.mktemp("finished")
+    shutil.copytree(trained, home / "fast")
+    shutil.copytree(EMBEDDED, home / "reference")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        pinned(Path("reference"), home)
+        code, output, _ = run(home, of_folders())
     assert code == 0, output
+    return Finished(home, output)
+
+
+@pytest.fixture
+def resumable(finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the finished run, which a test may change together with its checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    return shutil.copytree(finished.home, tmp_path, dirs_exist_ok=True)
+
+
+def test_two_checkpoints_of_ones_own_are_compared_and_disclosed(trained: Path, finished: Finished) -> None:
     defaults = "refusal.unsafe, refusal.helpful, refusal.well_formed 5 pp, the default of safety suites"
-    assert f"MARGINS not declared: {defaults}. Declare your own in gate.margins." in output
-    told = json.loads((folder / "report" / "disclosure.json").read_text())
+    assert f"MARGINS not declared: {defaults}. Declare your own in gate.margins." in finished.output
+    assert "EQUAL WEIGHTS" not in finished.output
+    told = json.loads((finished.home / "run" / "report" / "disclosure.json").read_text())
     fast = next(recipe for recipe in told["recipes"] if recipe["arm"] == "fast")
     assert fast["role"] == "candidate"
     assert fast["facts"]["rollouts"] == {"state": "known", "value": "fp8 in the engine"}
@@ -98,28 +132,25 @@ def test_two_checkpoints_of_ones_own_are_compared_and_disclosed(trained: Path, t
         ("config.json", "pins the weights, but other files, of dense seed 1 (config.json)"),
     ],
 )
-def test_a_run_is_held_to_the_pin_of_its_given_reference(change: str, told: str, trained: Path, tmp_path: Path) -> None:
+def test_a_run_is_held_to_the_pin_of_its_given_reference(change: str, told: str, resumable: Path) -> None:
     """By its files: pinned as a folder it has no name, and the run calls it dense, seed 1."""
-    reference = shutil.copytree(trained, tmp_path / "reference")
-    folder = EMBEDDED if change == "weights" else reference
-    pinned(folder, tmp_path)
+    made = resumable / "run"
+    story = json.loads((made / "provenance.json").read_text())
+    if change:
+        other = resumable / ("fast" if change == "weights" else "reference")
+        edit_config(other)
+        pinned(other, made)
+        story["gate_pin"] = json.loads(load_pin(made / f"{other.name}.json").to_json())
+        (made / "provenance.json").write_text(json.dumps(story))
+    check_gate_output(made, told)
     if change == "config.json":
-        edit_config(reference)
-    body = spec(trained, gate={"pin": str(tmp_path / f"{folder.name}.json"), "on_inconclusive": "warn"})
-    body["checkpoints"]["dense"]["seeds"] = {1: str(reference)}
-    body["evaluate"] |= {"policies": ["none"], "suites": {"refusal": {"items": 24}}}
-    code, output, made = run(tmp_path, body)
-    assert code == 0, output
-    told_by_gate(made, told)
-    if change == "config.json":
-        listed = json.loads((made / "provenance.json").read_text())
-        del listed["checkpoint_files"]["dense/1"]
-        (made / "provenance.json").write_text(json.dumps(listed))
+        del story["checkpoint_files"]["dense/1"]
+        (made / "provenance.json").write_text(json.dumps(story))
         unknown = "the run does not list the files of dense seed 1 that gate_pin in provenance.json pins, so it"
-        told_by_gate(made, unknown)
+        check_gate_output(made, unknown)
 
 
-def told_by_gate(made: Path, told: str) -> None:
+def check_gate_output(made: Path, told: str) -> None:
     """Hold the gate to what it must say of the reference's pin, nothing for ""."""
     verdict = CliRunner().invoke(app, ["gate", str(made)])
     assert (verdict.exit_code == 5) is bool(told), verdict.output
@@ -133,16 +164,11 @@ def edit_config(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 10 * config["rms_norm_eps"]}))
 
 
-def test_a_checkpoint_whose_config_changed_does_not_go_on(trained: Path, tmp_path: Path) -> None:
-    fast = shutil.copytree(trained, tmp_path / "fast")
-    body = spec(fast)
-    body["evaluate"] |= {"policies": ["none"]}
-    code, output, folder = run(tmp_path, body)
-    assert code == 0, output
-    for file in (folder / "records").glob("fast*"):  # as if it had stopped before this unit
+def test_a_checkpoint_whose_config_changed_does_not_go_on(resumable: Path) -> None:
+    for file in (resumable / "run" / "records").glob("fast*"):  # as if it had stopped before these units
         file.unlink()
-    edit_config(fast)
-    code, output, folder = run(tmp_path, body)
+    edit_config(resumable / "fast")
+    code, output, folder = run(resumable, of_folders())
     assert code == 2
     assert "the run was started with other files of fast/1: config.json had sha256" in output
     assert not list((folder / "records").glob("fast*"))
@@ -208,16 +234,17 @@ def test_a_recipe_without_items_or_policy_is_one_line(broken: dict[str, Any], tm
         joined_recipe(RunFolder(tmp_path, spec), {})
 
 
-def test_weights_that_change_while_a_run_rests_are_refused(trained: Path, tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    shutil.copytree(trained, own)
-    folder = run(tmp_path, spec(own))[2]
-    next((folder / "records").glob("fast*.done.json")).unlink()
-    weights = load_file(own / "model.safetensors")
-    save_file({name: t + 1e-3 for name, t in weights.items()}, own / "model.safetensors", metadata={"format": "pt"})
-    code, output, _ = run(tmp_path, spec(own))
+def test_weights_that_change_while_a_run_rests_are_refused(resumable: Path) -> None:
+    next((resumable / "run" / "records").glob("fast*.done.json")).unlink()
+    move_weights(resumable / "fast")
+    code, output, _ = run(resumable, of_folders())
     assert code == 2
     assert "but the run began with" in output
+
+
+def move_weights(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    save_file({name: t + 1e-3 for name, t in load_file(path).items()}, path, metadata={"format": "pt"})
 
 
 @PEFT_ASKS_BY_AN_OLD_NAME
@@ -372,14 +399,7 @@ def test_an_adapter_whose_config_has_no_place_for_its_tensors_is_refused(
     with pytest.raises(DataError, match=rf"{lost} tensors .* no place of their own.*lora_A\.weight.* more") as caught:
         load_comparable(str(tmp_path / "adapter"), load_model(), dtype="float32", device="cpu")
     assert "\n" not in str(caught.value)
-
-
-@PEFT_ASKS_BY_AN_OLD_NAME
-def test_a_run_over_an_adapter_that_fits_in_part_ends_with_exit_code_2(tmp_path: Path) -> None:
-    saved_adapter(tmp_path / "adapter")
-    code, output, _ = run(tmp_path, spec(changed_adapter(tmp_path / "adapter", target_modules=["q_proj"])))
-    assert code == 2
-    assert "correct adapter_config.json (target_modules, layers_to_transform, use_dora), or merge the adapter" in output
+    assert "correct adapter_config.json (target_modules, layers_to_transform, use_dora), or merge" in str(caught.value)
 
 
 @PEFT_ASKS_BY_AN_OLD_NAME
@@ -577,16 +597,11 @@ def moved(model: Path, folder: Path, seed: int) -> Path:
 
 
 @PEFT_ASKS_BY_AN_OLD_NAME
-@pytest.mark.parametrize("kind", ["the folder of the reference", "an adapter that was never trained"])
-def test_a_candidate_with_the_weights_of_the_reference_passes_with_a_remark(kind: str, tmp_path: Path) -> None:
-    folder = EMBEDDED
-    if "adapter" in kind:
-        folder = tmp_path / "adapter"
-        saved_adapter(folder)
-        tensors = load_file(folder / "adapter_model.safetensors")
-        nothing = {name: tensor * ("lora_A" in name) for name, tensor in tensors.items()}
-        save_file(nothing, folder / "adapter_model.safetensors")
-    body = spec(folder)
+def test_an_adapter_that_was_never_trained_passes_as_the_weights_of_the_reference_with_a_remark(tmp_path: Path) -> None:
+    saved_adapter(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({name: tensor * ("lora_A" in name) for name, tensor in load_file(path).items()}, path)
+    body = spec(tmp_path / "adapter")
     body["evaluate"] |= {"policies": ["none"]}
     code, output, made = run(tmp_path, body)
     assert code == 0, output
@@ -595,31 +610,21 @@ def test_a_candidate_with_the_weights_of_the_reference_passes_with_a_remark(kind
     assert "EQUAL WEIGHTS: fast (seed 1) has exactly the weights of dense." in report
 
 
-def test_a_candidate_with_weights_of_its_own_has_no_such_remark(trained: Path, tmp_path: Path) -> None:
-    body = spec(trained)
-    body["evaluate"] |= {"policies": ["none"]}
-    assert "EQUAL WEIGHTS" not in run(tmp_path, body)[1]
-
-
-def test_a_finished_run_is_resumed_as_it_was_and_answers_for_its_own_weights_alone(
-    trained: Path, tmp_path: Path
-) -> None:
+def test_a_finished_run_is_resumed_as_it_was_and_answers_for_its_own_weights_alone(resumable: Path) -> None:
     """Nothing is loaded again. Without the check the verdict of before would be printed of other weights."""
-    own = shutil.copytree(trained, tmp_path / "own")
-    folder = run(tmp_path, spec(own))[2]
-    story = json.loads((folder / "provenance.json").read_text())
-    (folder / "provenance.json").write_text(json.dumps({**story, "finished": "2026-01-02T03:04:05+00:00"}))
-    assert run(tmp_path, spec(own))[0] == 0
-    assert json.loads((folder / "provenance.json").read_text())["finished"] == "2026-01-02T03:04:05+00:00"
+    own, provenance = resumable / "fast", resumable / "run" / "provenance.json"
+    story = json.loads(provenance.read_text())
+    provenance.write_text(json.dumps({**story, "finished": "2026-01-02T03:04:05+00:00"}))
+    assert run(resumable, of_folders())[0] == 0
+    assert json.loads(provenance.read_text())["finished"] == "2026-01-02T03:04:05+00:00"
     edit_config(own)
-    code, output, _ = run(tmp_path, spec(own))
+    code, output, _ = run(resumable, of_folders())
     assert (code, "other files of fast/1: config.json had sha256" in output) == (2, True)
-    weights = load_file(own / "model.safetensors")
-    save_file({name: t + 1e-3 for name, t in weights.items()}, own / "model.safetensors", metadata={"format": "pt"})
-    code, output, _ = run(tmp_path, spec(own))
+    move_weights(own)
+    code, output, _ = run(resumable, of_folders())
     assert (code, "but the run began with" in output) == (2, True)
     shutil.rmtree(own)  # a finished run may outlive the models that it compared
-    assert run(tmp_path, spec(own))[0] == 0
+    assert run(resumable, of_folders())[0] == 0
 
 
 def test_two_references_are_refused() -> None:

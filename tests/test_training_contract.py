@@ -161,7 +161,7 @@ def _rows(whole: LossInputs, rows: list[int]) -> LossInputs:
 
 
 @pytest.mark.parametrize("hostile", [float("-inf"), float("nan"), 1e30])
-def test_what_stands_in_the_padding_reaches_neither_loss_nor_gradient(loss: Loss, hostile: float) -> None:
+def test_values_in_the_padding_reach_neither_loss_nor_gradient(loss: Loss, hostile: float) -> None:
     values = torch.where(MASK, 0.1, hostile)
     inputs = given(ref_logprobs=values, distill_weight=0.1, distill_kl=values.clone())
     inputs = replace(inputs, logprobs=values.clone().requires_grad_())
@@ -245,7 +245,7 @@ def unbound(base: LoadedModel) -> Batch:
 
 @pytest.fixture(scope="module")
 def compressed(base: LoadedModel) -> Batch:
-    return sampled(base, arm="naive", prompts_per_step=4)  # two groups in each half
+    return sampled(base, arm="naive", **SMALL | {"prompts_per_step": 4})  # two groups in each half
 
 
 @pytest.fixture(params=ARMS)

@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from kvaudit.audit.training.config import ARMS, Arm, get_arm
+from kvaudit.audit.training.config import ARMS, Arm
 from kvaudit.audit.training.corrections import CORRECTIONS, Correction, token_ratios
-from kvaudit.core.errors import UnknownName
 
 
 def correct(name: str, ratios: list[list[float]], mask: list[list[bool]] | None = None) -> Correction:
@@ -103,11 +102,6 @@ def test_the_arms_are_these() -> None:
         "smd": ("compressed", "shadow", "none", False),
         "smd-distill": ("compressed", "shadow", "none", True),
     }
-
-
-def test_an_unknown_arm_gets_a_suggestion() -> None:
-    with pytest.raises(UnknownName, match=r"unknown arm 'smb'\. Did you mean 'smd'"):
-        get_arm("smb")
 
 
 def test_dense_rollouts_cannot_be_replayed_under_a_ledger() -> None:

@@ -45,7 +45,7 @@ def test_the_step_of_a_seed_is_the_earliest_and_known_when_every_arm_has_ended(t
     assert [early_stop.step for early_stop in both.values()] == [2, 2]
 
 
-def test_an_arm_need_not_go_beyond_where_another_ended(tmp_path: Path) -> None:
+def test_an_arm_stops_where_another_has_ended(tmp_path: Path) -> None:
     both = early_stops(tmp_path)
     assert both["naive"].ends(4, [QUIET, QUIET, RANG, RANG])
     assert not both["dense"].ends(2, [QUIET] * 2)
@@ -53,7 +53,7 @@ def test_an_arm_need_not_go_beyond_where_another_ended(tmp_path: Path) -> None:
     assert read_mark(tmp_path / "dense") == Mark(4, None)
 
 
-def test_a_mark_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_malformed_mark_is_refused(tmp_path: Path) -> None:
     (tmp_path / MARK).write_text('{"step": true, "alarm": null}')
     with pytest.raises(DataError, match="has no valid step and alarm"):
         read_mark(tmp_path)

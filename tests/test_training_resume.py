@@ -74,7 +74,7 @@ def assert_same(found: Path, wanted: Path) -> None:
     assert not (found / "state").exists()
 
 
-@pytest.mark.parametrize("step", ["1", "2", "3", "4"])
+@pytest.mark.parametrize("step", ["1", "3", "4"])  # before any state, a step behind one, and at the last
 def test_a_run_killed_after_any_step_ends_with_the_same_bits(
     step: str, base: LoadedModel, kept: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -265,7 +265,7 @@ def test_a_state_that_is_not_json_is_refused(text: str, base: LoadedModel, halfw
         grpo.train(short(), base, halfway, silent)
 
 
-def test_tensors_that_are_none_are_refused(base: LoadedModel, halfway: Path) -> None:
+def test_a_state_without_readable_tensors_is_refused(base: LoadedModel, halfway: Path) -> None:
     path = halfway / "state" / "step-000002" / "tensors.safetensors"
     path.write_bytes(b"\xff" * 64)
     changed_state(halfway, sha256=sha256(path))
@@ -274,7 +274,7 @@ def test_tensors_that_are_none_are_refused(base: LoadedModel, halfway: Path) -> 
 
 
 @pytest.mark.parametrize("change", [lambda moment: moment * float("nan"), lambda moment: moment.to(torch.float64)])
-def test_a_moment_that_training_cannot_leave_is_refused(
+def test_an_optimiser_moment_that_is_nan_or_of_another_type_is_refused(
     change: Callable[[torch.Tensor], torch.Tensor], base: LoadedModel, halfway: Path
 ) -> None:
     path = halfway / "state" / "step-000002" / "tensors.safetensors"

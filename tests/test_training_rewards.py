@@ -147,7 +147,7 @@ def test_what_a_reward_lacks_is_one_line_before_anything_is_trained(
     assert "\n" not in str(caught.value)
 
 
-def test_a_number_that_no_gradient_can_be_made_of_is_refused() -> None:
+def test_a_reward_too_large_for_a_gradient_is_refused() -> None:
     pays = parse_reward({"function": f"{HERE}:broken", "what": "huge"}, ["math"]).kept_in(Path())
     item = replace(SUITES.get("math")().items("train", 1, 1, 200, words)[0])
     with pytest.raises((RunError, OverflowError), match="wanted a number from"):

@@ -78,7 +78,7 @@ def test_suites_to_watch_are_known_and_named_once() -> None:
         watched(watch={"every": 1, "suites": ["math", "math"]})
 
 
-def test_a_stop_that_can_never_come_is_refused() -> None:
+def test_a_patience_longer_than_the_training_is_refused() -> None:
     with pytest.raises(SpecError, match=r"'watch.patience' is 9, wanted at most the 2 steps of training"):
         watched(watch={"every": 1, "stop_on": ["ess"], "patience": 9})
 
@@ -100,7 +100,7 @@ def test_an_alarm_rings_beyond_its_bound_and_not_at_it(name: str, change: dict[s
     assert active_alarms(alarm_numbers(QUIET | change, first)) == [ALARMS[name]]
 
 
-def test_what_nothing_supports_rings_no_alarm() -> None:
+def test_numbers_that_are_missing_ring_no_alarm() -> None:
     assert active_alarms(alarm_numbers(dict.fromkeys(QUIET), dict.fromkeys(QUIET))) == []
 
 

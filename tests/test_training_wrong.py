@@ -127,7 +127,7 @@ LOSSES: list[tuple[Check, type[Loss]]] = [
     (contract.test_a_loss_follows_the_weights_of_a_correction, IgnoresWeights),
     (contract.test_a_token_that_a_correction_drops_leaves_the_others_as_they_are, CountsKeptTokens),
     (contract.test_microbatches_of_a_loss_add_up, CountsItsMicrobatch),
-    (contract.test_what_stands_in_the_padding_reaches_neither_loss_nor_gradient, ReadsPadding),
+    (contract.test_values_in_the_padding_reach_neither_loss_nor_gradient, ReadsPadding),
     (contract.test_a_reference_pulls_a_clipped_loss_towards_itself, ForgetsTheReference),
     (contract.test_distillation_adds_to_a_loss_by_its_weight, ForgetsDistillation),
 ]

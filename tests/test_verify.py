@@ -285,7 +285,7 @@ def test_folders_without_rollouts_are_refused(tiny_folder: Path, copied: Path) -
     assert "keeps no ledgers/final.safetensors; train it again with ledger_every above 0" in refused(copied)
 
 
-def test_what_to_verify_must_be_said_in_one_way(trained: dict[str, Path]) -> None:
+def test_a_checkpoint_and_its_own_model_are_named_in_one_way_only(trained: dict[str, Path]) -> None:
     assert "there is nothing to verify" in refused()
     assert "there is nothing to verify" in refused("--rollouts", "3", "--model", "embedded")
     assert "with its own weights and rollouts" in refused(trained["smd"], "--model", "embedded")
@@ -335,11 +335,10 @@ def test_a_tampered_codec_is_caught_by_the_replay(coded: Path, tmp_path: Path) -
     assert (done.exit_code, "is recorded at" in by_replay, "by more than rounding" in by_border) == (3, True, True)
 
 
-@pytest.mark.parametrize("nats", [0.002, -0.002])
-def test_a_log_prob_off_by_two_thousandths_is_seen_under_codes_too(nats: float, coded: Path, tmp_path: Path) -> None:
+def test_a_log_prob_off_by_two_thousandths_is_seen_under_codes_too(coded: Path, tmp_path: Path) -> None:
     def shifted(rollouts: list[Rollout]) -> None:
         token = int((rollouts[3].sampler_logprobs < -0.01).nonzero()[-1])
-        rollouts[3].sampler_logprobs[token] += nats
+        rollouts[3].sampler_logprobs[token] += 0.002
 
     done = verified(rewritten(shutil.copytree(coded, tmp_path / "copy"), shifted))
     assert done.exit_code == 3
@@ -394,7 +393,7 @@ def test_quantisation_is_due_after_the_forwards_that_turns_and_chunks_make() -> 
 
 
 @pytest.mark.parametrize("text", ["snapkv:budget=11,window=4,interval=3", "fp8", "kivi:group=4,residual=8"])
-def test_gifts_before_the_first_answer_and_after_the_last_are_honest(text: str) -> None:
+def test_given_tokens_before_the_first_and_after_the_last_answer_are_explained(text: str) -> None:
     """The prompt enters by itself, and codes of the last given token are in no column of the replay."""
     loaded, policy = shared(dtype=torch.float32, spread=0.2), parse_policy(text)
     model = SimpleNamespace(model=loaded.model, dtype=torch.float32, max_positions=512)
@@ -467,7 +466,7 @@ ALIKE = [
 ]
 
 
-@pytest.mark.parametrize("policy", ALIKE, ids=policy_id)
+@pytest.mark.parametrize("policy", ALIKE[::3], ids=policy_id)  # each is held against all the others
 def test_a_renamed_policy_chooses_other_victims(policy: Policy) -> None:
     """Same budget, schedule and protection: only the ranking, or how many a head keeps, tells them apart."""
     loaded = shared("llama-gqa", torch.float32)

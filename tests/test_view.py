@@ -101,7 +101,7 @@ def test_deployed_pairs_are_there_where_the_gate_asks_for_them():
     assert kinds == {("alike",): {"alike", "serving"}, ("alike", "deployed"): {"alike", "deployed", "serving"}}
 
 
-def test_of_several_draws_those_furthest_apart_are_shown():
+def test_the_two_draws_that_are_furthest_apart_are_shown():
     design = small(policies=("none",), items=8, samples=2)
     scores = {("dense", 0): 1.0, ("dense", 1): 0.0, ("naive", 0): 1.0, ("naive", 1): 0.0}
     rows = [row for _, own in records_of(design) for row in own]
@@ -210,7 +210,7 @@ def test_the_command_says_where_the_pages_are(hostile_run):
     assert "0 of the 58 flips whose caches lost something are shaded; shade the others with --shade 58" in done.stdout
 
 
-def test_where_nothing_can_be_served_again_the_pages_are_there_and_the_reason_is_one_line(hostile_run, tmp_path):
+def test_without_checkpoints_the_pages_are_written_unshaded_and_the_reason_is_one_line(hostile_run, tmp_path):
     done = CliRunner().invoke(app, ["view", str(hostile_run), "--out", str(tmp_path / "view")])  # it has no checkpoints
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
     assert (tmp_path / "view" / "index.html").is_file()
@@ -231,7 +231,7 @@ def test_shades_of_a_prompt_are_letters_from_nothing_to_everything():
     assert table["answers"][7]["marks"] == {"rule": [[0, 1], [2, 3]]}
 
 
-def test_those_that_are_shaded_first_are_of_every_cell_and_lost_safety():
+def test_the_flips_shaded_first_come_from_every_cell_and_lost_safety():
     flips = [
         Flip("alike", suite, 192, str(n), CellKey("naive", 1, "x"), CellKey("dense", 1, "x"), (Change(metric, *sides),))
         for suite in ("math", "refusal")

@@ -27,7 +27,7 @@ SNAP = policy("snapkv", 96)
 HOSTILE = "</script><img src=x onerror=alert(1)>\"'&amp;<a href=http://evil.example>\u202e\x1b]0;x\x07\u2028${1}"
 SHOWN = "</script><img src=x onerror=alert(1)>\"'&amp;<a href=http://evil.example>⟨U+202E⟩␛]0;x␇⟨U+2028⟩${1}"
 FOREIGN = " مرحبا بالعالم 你好世界"
-MANY = 100_000
+MANY = 20_000
 LIT = """() => [...CSS.highlights.get("found")].map(({ startContainer, startOffset, endContainer, endOffset }) => {
   const range = document.createRange();
   range.setStart(startContainer, startOffset);
@@ -369,7 +369,7 @@ def test_what_differs_between_two_answers_is_marked(chromium: Any, view: Path) -
     opened.close()
 
 
-def test_two_long_answers_are_compared_without_end_in_sight(chromium: Any, view: Path) -> None:
+def test_two_long_answers_without_a_common_word_are_compared_in_time(chromium: Any, view: Path) -> None:
     opened = Opened(chromium, view)
     long = """() => {
       const text = (word) => "same " + Array.from({ length: 30000 }, (_, n) => word + n).join(" ") + " end";
@@ -391,7 +391,7 @@ def test_every_text_stands_out_from_what_is_behind_it(chromium: Any, view: Path,
         opened.close()
 
 
-def test_what_is_gone_is_struck_and_said_and_the_rule_is_marked(chromium: Any, view: Path) -> None:
+def test_evicted_text_is_struck_through_and_the_rule_is_marked(chromium: Any, view: Path) -> None:
     opened = Opened(chromium, view, address=both_lost(view))
     opened.page.wait_for_selector("#flip .facts")
     reference = opened.page.locator(".sides > section >> nth=0")
@@ -417,25 +417,25 @@ def test_hostile_text_is_read_and_not_obeyed(chromium: Any, view: Path) -> None:
     opened.close()  # which holds it to no dialog and no request
 
 
-def test_of_a_hundred_thousand_flips_those_in_sight_are_drawn(chromium: Any, view: Path, tmp_path: Path) -> None:
+def test_of_many_flips_those_in_sight_are_drawn(chromium: Any, view: Path, tmp_path: Path) -> None:
     found = table(view)
     for name, column in found["flips"].items():
         found["flips"][name] = [column[n % len(column)] for n in range(MANY)]
     found["flips"]["key"] = [f"{n:010x}" for n in range(MANY)]
     opened = Opened(chromium, with_list(view, tmp_path / "many", found))
-    assert opened.count() == "100,000 of 100,000 flips"
+    assert opened.count() == f"{MANY:,} of {MANY:,} flips"
     assert 10 <= opened.page.locator("#rows tr").count() <= 60
     opened.page.evaluate("scrollTo(0, document.body.scrollHeight)")
-    last = opened.page.wait_for_selector("#rows tr[aria-rowindex='100001']")
+    last = opened.page.wait_for_selector(f"#rows tr[aria-rowindex='{MANY + 1}']")
     assert last.bounding_box()["y"] + last.bounding_box()["height"] <= 800
     assert opened.page.locator("#rows tr").count() <= 60
     last.click()
     assert opened.page.evaluate("location.hash") == f"#flip={MANY - 1:010x}"
     opened.press("Escape", "k")
-    assert opened.active() == "100000"
+    assert opened.active() == str(MANY)
     lost = sum(any(new < old for _, old, new in changes) for changes in found["flips"]["changes"])
     opened.page.select_option("select[name=direction]", "lost")
-    assert opened.count() == f"{lost:,} of 100,000 flips"
+    assert opened.count() == f"{lost:,} of {MANY:,} flips"
     opened.close()
 
 
