@@ -31,7 +31,6 @@ from kvaudit.audit.cache.rows import (
     RowKeys,
     Schedule,
     TailLayout,
-    Victims,
     read_new_tokens,
 )
 from kvaudit.audit.cache.selection import RecordedChoices, Selection
@@ -72,9 +71,8 @@ class EvictingCache:
         governed = [plan.evictor for plan in plans if plan.is_governed]
         self.pins = Pins(governed, rows) if policy.pinned_roles else None
         self._times = QuantisationClock(codec, rows) if codec else None
-        self.changes = 0  # counts operations that may have moved tensors in memory: all but steps of fixed shapes
-        # for each step of fixed shapes whose hints are not recorded yet: the positions [B] of the keys, and of the
-        # values, that it quantised
+        self.changes = 0  # counts what may have moved or replaced tensors: all but steps of fixed shapes
+        # of the steps of fixed shapes whose hints are to be examined: the positions [B] of keys and values that left
         self.coded_steps: list[tuple[list[int], list[int]]] = []
         self._choices = RecordedChoices(selector.unit, rows) if selector else None
         self.routes = RecordedRoutes(blocks, rows) if blocks else None
@@ -297,9 +295,7 @@ class EvictingCache:
         if schedule.victims is None and by_position and not on_device:
             # a prompt or message of several tokens may exceed the budget by one entry too
             newest = None if forward.first_position is None else forward.longest - 1
-            victim = layers[0].victim_on_host(newest, layers[0].store.length - 1, self.pins)
-            if victim is not None:
-                schedule.victims = Victims(*(upload(torch.tensor([number]), self.device) for number in victim))
+            schedule.victims = layers[0].victims_on_host(newest, layers[0].store.length - 1, self.pins)
         if schedule.victims is not None:  # just now, or by an earlier layer of this forward
             layers[0].replace(schedule.victims, eviction, forward)
             return
@@ -307,7 +303,7 @@ class EvictingCache:
         for layer, view, importance in zip(layers, views, _rank_together(layers, views), strict=True):
             victims = layer.victims(eviction, view, importance, self.pins)
             if by_position:  # every layer evicts the same entries
-                schedule.victims = victims
+                schedule.victims = victims = victims if on_device else victims.simplify()
             layer.replace(victims, eviction, forward)
 
     @skip_compile

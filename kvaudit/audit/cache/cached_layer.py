@@ -114,7 +114,8 @@ class CachedLayer:
     def add_queries(self, query: Tensor, forward: Forward) -> None:
         """Update what the policy needs of past queries: the last ones, their attention mass and their statistics."""
         if self._last:
-            self._last.add(query, forward.positions, real=forward.real)
+            places = self.schedule.ring_places(query.device)
+            self._last.add(query, forward.positions, places, real=forward.real)
         store = self.store
         if store.mass is not None:
             # earlier entries come before all new queries, which are in order; but with empty slots, or with padding on
@@ -269,7 +270,7 @@ class CachedLayer:
     def add_step_queries(self, query: Tensor, forward: Forward) -> None:
         """Update the policy's statistics of past queries with one query per row, by operators of fixed shapes."""
         if self._last:
-            self._last.add(query, forward.positions, real=forward.real)
+            self._last.add_step(query, forward.positions)
         mass = self.store.mass
         if mass is not None:
             keys, _ = self.store.entries(slice(None))
@@ -350,7 +351,7 @@ class CachedLayer:
         slots = victim_slots(importance, view.positions, view.seen, self.evictor, self._pins_of(eviction, view, pins))
         return Victims(slots, view.positions.gather(2, slots[:, :, None]))
 
-    def victim_on_host(self, newest: int | None, before: int, pins: Pins | None) -> tuple[int, int] | None:
+    def victims_on_host(self, newest: int | None, before: int, pins: Pins | None) -> Victims | None:
         """Return slot and position of the entry to evict in every head, computed on the CPU.
 
         This is possible only for policies that rank by position alone. None if the entry may differ between rows or
@@ -389,7 +390,7 @@ class CachedLayer:
         victim, newest = order[slot], order.pop()
         if slot < len(order):
             order[slot] = newest
-        return slot, victim
+        return Victims(slot, victim)
 
     @property
     def moves_sinks(self) -> bool:

@@ -21,6 +21,7 @@ from kvaudit.audit.policies.quantiser import working_dtype
 
 HOST_BLOCK, DEVICE_BLOCK = 1 << 21, 1 << 28  # bytes of numbers decoded together; on a CPU, per thread
 _INF = float("inf")
+_MAX_VIEWS = 8  # shapes of scratch memory that are kept
 _WORDS = {2: torch.int16, 4: torch.int32}
 _SHIFTS = {4: ((0xF0, 4),), 2: ((0xF0, 12), (0x000C000C, 6))}  # bits of a word that move up, and by how many
 
@@ -49,17 +50,38 @@ class Scratch:
 
     def __init__(self) -> None:
         self._memory: dict[tuple[torch.dtype, int], Tensor] = {}
+        # views by shape: keys and values have one shape each in all layers
+        self._views: dict[tuple[torch.dtype, int], dict[torch.Size, Tensor]] = {}
+        self._bytes: dict[torch.Size, tuple[Tensor, Tensor]] = {}  # such a view, and its bytes
 
     def like(self, other: Tensor, dtype: torch.dtype, number: int = 0) -> Tensor:
         """Return an uninitialised tensor shaped like ``other``.
 
         Its memory is used again by the next call with the same ``dtype`` and ``number``.
         """
+        views = self._views.setdefault((dtype, number), {})
+        view = views.get(other.shape)
+        if view is not None and view.device == other.device:
+            return view
         memory = self._memory.get((dtype, number))
         if memory is None or memory.numel() < other.numel() or memory.device != other.device:
+            views.clear()  # otherwise the old memory would not be freed
+            self._bytes.clear()
             size = other.numel() + other.numel() // 8  # a context grows by a slot per step
             memory = self._memory[dtype, number] = torch.empty(size, dtype=dtype, device=other.device)
-        return memory[: other.numel()].view(other.shape)
+        elif len(views) >= _MAX_VIEWS:
+            views.clear()
+        views[other.shape] = memory[: other.numel()].view(other.shape)
+        return views[other.shape]
+
+    def bytes_of(self, words: Tensor) -> Tensor:
+        """Return ``words`` [..., W], a tensor of n-byte words from ``like``, viewed as bytes [..., n * W]."""
+        cached = self._bytes.get(words.shape)
+        if cached is None or cached[0] is not words:
+            if len(self._bytes) >= _MAX_VIEWS:
+                self._bytes.clear()
+            cached = self._bytes[words.shape] = words, words.view(torch.uint8)
+        return cached[1]
 
 
 def unpack(packed: Tensor, bits: int, scratch: Scratch | None = None) -> Tensor:
@@ -75,7 +97,7 @@ def unpack(packed: Tensor, bits: int, scratch: Scratch | None = None) -> Tensor:
     for mask, shift in _SHIFTS[bits]:
         # shifted by adding (2^shift - 1) times the upper codes, since processors have faster operators for sums
         words.add_(torch.bitwise_and(words, mask, out=upper), alpha=(1 << shift) - 1)
-    return words.view(torch.uint8)
+    return memory.bytes_of(words)
 
 
 # --- coding per token -------------------------------------------------------------------------------------------------

@@ -97,12 +97,10 @@ class FixedStep:
         for schedule in self._schedules:
             if self._can_replace(schedule, examined):
                 self._replacing.add(schedule)
-                layer = self._layers_of[schedule][0]
-                by_position = schedule.evictor.by_position
-                victim = layer.victim_on_host(newest, layer.store.length, cache.pins) if by_position else None
-                if victim is not None:
+                victims = self._victims_on_host(schedule, newest)
+                if victims is not None:
                     self._by_position.add(schedule)
-                    host_victims[schedule] = victim
+                    host_victims[schedule] = victims
         coding, has_changed = self._count_codes(before, has_moved=has_moved)
         lacks_room = any(self._lacks_room(layer, longest) for layer in examined)
         if lacks_room:
@@ -113,8 +111,8 @@ class FixedStep:
         numbers += cache.seen.tolist()
         numbers += coding
         numbers += [layer.store.length for layer in cache.layers]
-        for part in (0, 1):  # slots, then positions
-            numbers += [host_victims.get(schedule, (0, 0))[part] for schedule in self._schedules]
+        numbers += [host_victims[schedule][0] if schedule in host_victims else 0 for schedule in self._schedules]
+        numbers += [host_victims[schedule][1] if schedule in host_victims else 0 for schedule in self._schedules]
         numbers.append(len(cache.coded_steps))
         # CUDA has read ordinary memory before the call returns
         self._numbers.copy_(torch.tensor(numbers), non_blocking=self._numbers.device.type == "cuda")
@@ -165,6 +163,17 @@ class FixedStep:
         layers = [layer for layer in examined if layer.schedule is schedule]
         return all(not layer.moves_sinks and layer.can_replace(eviction, layer.store.length + 1) for layer in layers)
 
+    def _victims_on_host(self, schedule: Schedule, newest: int | None) -> tuple[int, int] | None:
+        if not schedule.evictor.by_position:
+            return None
+        layer = self._layers_of[schedule][0]
+        victims = layer.victims_on_host(newest, layer.store.length, self._cache.pins)
+        if victims is None:
+            return None
+        assert isinstance(victims.slots, int)
+        assert isinstance(victims.positions, int)
+        return victims.slots, victims.positions
+
     def _lacks_room(self, layer: CachedLayer, longest: int) -> bool:
         """Return whether a layer must grow before the step: it has no free slot, or the ledger is too narrow.
 
@@ -195,7 +204,7 @@ class FixedStep:
             store = layer.store
             parts += [store.slots, store.uniform, layer.schedule in self._by_position]
             parts.append(layer.stepped is not None and layer.stepped.is_aligned)
-            if layer.schedule in self._replacing:  # the two more parts also tell this key from that of a growing layer
+            if layer.schedule in self._replacing:  # no other key has two numbers here, so this tells it too
                 parts += [store.length, *_identity(store.evicted_at)]
             for tensor in layer.tensors():
                 parts += _identity(tensor)
@@ -231,7 +240,7 @@ class FixedStep:
         cache = self._cache
         due = [schedule for schedule in self._schedules if schedule.eviction and schedule not in self._replacing]
         if due:
-            # needed by these evictions only, not by the step
+            # a run does not need this forward, only the evictions here do
             next_query = self._seen.to(torch.int32)[:, None, None]
             cache.forward = self._forward_of(self._positions[:, None].to(torch.int32), next_query, self._longest)
         for schedule in due:

@@ -1,9 +1,10 @@
 """Rounding hints: the recorded codes of values near the border between two codes, so that a replay rounds them alike.
 
 A replay computes with other rounding, so a value at a border may get the neighbouring code, which changes all that
-follows. The sampler therefore records every code that would differ if its value moved by ``BAND`` of the largest
-magnitude in its token and head, and the shadow pass uses the recorded code. A hint at no border in the replay is forged
-or comes from other weights; it is never used.
+follows.
+The sampler therefore records every code that would differ if its value moved by ``BAND`` of the largest magnitude in
+its token and head, and the shadow pass uses the recorded code. A hint at no border in the replay is forged or comes
+from other weights; it is never used.
 
 A hint is a uint16 word: 12 bits for the distance to the hint before, 4 bits for the low bits of the code's rank among
 all codes. Elements are numbered ``(((token * L + layer) * 2 + part) * H + head) * D + channel``, where part 0 is keys
@@ -74,14 +75,20 @@ def pack_hints(index: Tensor, low: Tensor) -> Tensor:
 
 
 def unpack_hints(words: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the element numbers, and the low bits of the codes' ranks, of packed hints: int64 [n] each."""
+    """Unpack rounding hints (words made by ``pack_hints``) into their two parts, each int64 [n].
+
+    These are the element numbers and the low bits of the codes' ranks.
+    """
     wide = words.to(torch.int64)
     index, is_hint = (wide // _LOW).cumsum(0), wide // _LOW < _FAR
     return index[is_hint], wide[is_hint] % _LOW
 
 
 def are_valid_hints(words: Tensor) -> bool:
-    """Return whether ``words`` can come from ``pack_hints``: a uint16 [N] that names no element twice."""
+    """Return whether ``words`` (uint16 [N]) can come from ``pack_hints``, and so name no element twice.
+
+    Hints name the elements whose stored code differs from that of a replay, so that it can round them the same way.
+    """
     if words.dtype is not torch.uint16 or words.dim() != 1:
         return False
     return bool((unpack_hints(words)[0].diff() > 0).all())
@@ -102,7 +109,7 @@ class _Batch(NamedTuple):
 
 
 class HintRecorder:
-    """The recorder of one layer's rounding hints, row by row."""
+    """The recorder of one layer's rounding hints (codes of values near the border of two codes), row by row."""
 
     def __init__(self, codec: Quantiser, rows: int) -> None:
         self._codec = codec
@@ -186,7 +193,10 @@ class HintRecorder:
             row_hints.append(new)
 
     def row_hints(self, row: int, layer: int, layers: int, heads: int, width: int) -> tuple[Tensor, Tensor]:
-        """Return the hints of a row, in any order: element numbers, and the low bits of the codes' ranks."""
+        """Return what is recorded of a row's codes that lie on a rounding border, so that a replay rounds them alike.
+
+        That is the numbers of these elements and the low bits of their codes' ranks, in any order.
+        """
         self._examine_all()
         hints = torch.cat([torch.zeros(0, 5, dtype=torch.int32), *self._hints[row]]).long()
         token, part, head, channel, rank = hints.unbind(1)
@@ -272,10 +282,10 @@ class Hints(NamedTuple):
 class HintTable:
     """The recorded rounding hints of a batch, for a replay whose K keys are at row positions [B, K] (-1 = padding).
 
-    Hints for tokens after the replayed ones are ignored. ``strays`` collects (row, layer) of each hint that cannot be
-    right: its value is near no border in the replay, or the replay has no key for its token. After an update of the
-    weights, and under a reference model, honest hints are strays too, so check them only when replaying the sampler's
-    own weights.
+    A hint is the recorded code of a value near the border between two codes. Hints for tokens after the replayed ones
+    are ignored. ``strays`` collects (row, layer) of each hint that cannot be right: its value is near no border in the
+    replay, or the replay has no key for its token. After an update of the weights, and under a reference model, honest
+    hints are strays too, so check them only when replaying the sampler's own weights.
     """
 
     def __init__(self, words: Sequence[Tensor], positions: Tensor, layers: int, strays: Strays | None = None) -> None:

@@ -52,18 +52,29 @@ class LastQueries(LayerState):
         self._queries = torch.empty(0)  # [B, N, W, D]
         self._positions = torch.empty(0, dtype=torch.int32)  # [B, W], -1 = none
 
-    def add(self, query: Tensor, positions: Tensor, *, real: Tensor) -> None:
-        """Add queries [B, N, Q, D] of N heads at positions [B, Q] (-1 = padding), for Q = 1 by ops of fixed shapes.
+    def add(self, query: Tensor, positions: Tensor, places: tuple[Tensor, Tensor] | None, *, real: Tensor) -> None:
+        """Add queries [B, N, Q, D] of N heads at positions [B, Q] (-1 = padding).
 
-        ``real`` [B, Q], on the CPU, is False at padding; it is not used for Q = 1.
+        ``real`` [B, Q], on the CPU, is False at padding. ``places`` is given only if Q = 1: the rows that have a query,
+        and the index of each such query in the ring.
         """
         if not self._queries.numel():
             self._queries = query.new_zeros(*query.shape[:2], self._window, query.shape[3])
             self._positions = positions.new_full((len(positions), self._window), -1)
-        if query.shape[2] == 1:
-            _write_queries(self._queries, self._positions, query, positions)
-        else:
+        if places is None:
             self._add_chunk(query, positions, no_padding=bool(real[:, -self._window :].all()))
+            return
+        rows, place = places  # [R] each
+        every_row = len(place) == len(positions)
+        self._queries[rows, :, place] = query[:, :, 0] if every_row else query[rows, :, 0]
+        self._positions[rows, place] = positions[:, 0] if every_row else positions[rows, 0]
+
+    def add_step(self, query: Tensor, positions: Tensor) -> None:
+        """Add one query per row, [B, N, 1, D] of N heads, by operators of fixed shapes.
+
+        ``positions`` [B, 1] are those of the queries, -1 for none.
+        """
+        _write_queries(self._queries, self._positions, query, positions)
 
     def _add_chunk(self, query: Tensor, positions: Tensor, *, no_padding: bool) -> None:
         if no_padding:  # only the last of these can stay

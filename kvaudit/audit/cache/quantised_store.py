@@ -31,7 +31,7 @@ from kvaudit.audit.cache.codes import (
     token_mix,
     unpack,
 )
-from kvaudit.audit.cache.hints import KEYS, VALUES, HintRecorder
+from kvaudit.audit.cache.hints import HINT_BATCH, KEYS, VALUES, HintRecorder
 from kvaudit.audit.cache.rows import Counts, TailLayout, span_of
 from kvaudit.audit.cache.store import SLACK, Entries, EntryBytes, Store
 from kvaudit.audit.cache.tensors import gather_entries
@@ -204,8 +204,7 @@ class QuantisedStore(Store):
         self, query: Tensor, visible: Tensor | None, scaling: float, sink_logits: Tensor | None = None
     ) -> Tensor:
         """Return the attention output [B, G*H, 1, D] of one query per row, computed with codes.
-
-        ``visible`` is bool [B, H, 1, length], None if the query sees all slots.
+        ``visible`` bool [B, H, 1, length], None for all.
         """
         batch, heads, length, size = len(query), self._tail[0].shape[1], self.length, query.shape[3]
         scaled = query.reshape(batch * heads, -1, size) * scaling  # [N, X, D], N = B * H
@@ -275,13 +274,17 @@ class QuantisedStore(Store):
 
     def flush(self, keys_until: Counts, values_until: Counts) -> None:
         """Quantise keys at positions below ``keys_until`` and values below ``values_until``."""
-        values, keys = self._find_due(VALUES, values_until), self._find_due(KEYS, keys_until)
-        if values:
-            self._code_tokens(VALUES, values)
-        if keys and self._table is None:
-            self._code_tokens(KEYS, keys)
-        elif keys and self._table is not None:
-            self._code_groups(self._table, keys)
+        values = self._find_due(VALUES, values_until)
+        if values and self._can_code_together(keys_until, values_until, values):
+            self._code_both(values)
+        else:
+            if values:
+                self._code_tokens(VALUES, values)
+            keys = self._find_due(KEYS, keys_until)
+            if keys and self._table is None:
+                self._code_tokens(KEYS, keys)
+            elif keys and self._table is not None:
+                self._code_groups(self._table, keys)
         self._done = (keys_until, values_until)
         self._shorten_tail()
 
@@ -352,6 +355,30 @@ class QuantisedStore(Store):
         if self._fixed[part] is None:
             self._write(f"{PARTS[part]}_parameters", parameters.flatten(-2), entries)
 
+    def _can_code_together(self, keys_until: Counts, values_until: Counts, entries: DueEntries) -> bool:
+        """Return whether ``_code_both`` applies: the same few entries are due in keys and values, with equal shapes."""
+        pairs = ((keys_until, values_until), (self._done[KEYS], self._done[VALUES]))
+        are_same = all(keys.numbers == values.numbers for keys, values in pairs)
+        are_few = entries.slots.stop - entries.slots.start < HINT_BATCH  # a prompt's would be copied
+        by_token = self._table is None and self._fixed[KEYS] is None
+        return are_same and are_few and by_token and self._tail[KEYS].shape == self._tail[VALUES].shape
+
+    def _code_both(self, entries: DueEntries) -> None:
+        """Quantise keys and values of the same entries at once, with half the operators that two calls would take."""
+        # [2, B, H, slots, D]
+        exact = torch.stack(
+            [self._codec.turned(self._exact_entries(part, entries.slots), part) for part in (KEYS, VALUES)]
+        )
+        codes, parameters = encode_tokens(exact, self._codec)
+        positions = self._due_positions(entries)
+        positions = positions if isinstance(positions, int) else positions.clone()
+        assert self._hints is not None
+        by_part = (tensor.unbind(0) for tensor in (exact, codes, parameters))
+        for part, x, part_codes, fitted in zip((KEYS, VALUES), *by_part, strict=True):
+            self._hints.add(part, x, part_codes, fitted, entries.mask, positions, entries.places, is_copy=True)
+            self._write(f"{PARTS[part]}_codes", pack(part_codes, self._codec.bits), entries)
+            self._write(f"{PARTS[part]}_parameters", fitted.flatten(-2), entries)
+
     def _code_groups(self, table: Tensor, entries: DueEntries) -> None:
         """Quantise the keys in ``entries``, with one scale per channel, in groups of consecutive slots.
 
@@ -389,9 +416,12 @@ class QuantisedStore(Store):
 
     def _record_hints(self, part: int, x: Tensor, codes: Tensor, parameters: Tensor, entries: DueEntries) -> None:
         assert self._hints is not None
-        # if slot s holds position s, the first position is enough
-        positions = entries.slots.start if self._aligned else self._slots["positions"][:, :, entries.slots]
+        positions = self._due_positions(entries)
         self._hints.add(part, x, codes, parameters, entries.mask, positions, entries.places)
+
+    def _due_positions(self, entries: DueEntries) -> Tensor | int:
+        """Return the positions [B, H, slots] of the entries to quantise; if slot s holds position s, only the first."""
+        return entries.slots.start if self._aligned else self._slots["positions"][:, :, entries.slots]
 
     def hints_of(self, row: int, layer: int, layers: int) -> tuple[Tensor, Tensor]:
         """Return a row's rounding hints, as element numbers and low bits of ranks (see ``hints``).
@@ -457,6 +487,6 @@ def _tail_from(tail: Tensor, first: int) -> Tensor:
 
 
 def _is_between(positions: Tensor, done: Counts, until: Counts) -> Tensor:
-    """Return which positions [B, H, n] are at least ``done`` and below ``until``, two bounds of each row."""
+    """Return which positions [B, H, n] lie in [``done``, ``until``), bounds that every row has of its own."""
     device = positions.device
     return (positions >= done.to(device)[:, None, None]) & (positions < until.to(device)[:, None, None])

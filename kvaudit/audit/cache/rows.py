@@ -64,7 +64,11 @@ class NewTokens(NamedTuple):
 
 def read_new_tokens(positions: Tensor) -> NewTokens:
     """Return the number of new tokens of each row, from their positions on the CPU [B, Q] (-1: padding)."""
-    width, real = positions.shape[1], positions >= 0
+    width = positions.shape[1]
+    if width == 1:
+        first = tuple(row[0] for row in positions.tolist())
+        return NewTokens(1, tuple(int(position >= 0) for position in first), first)
+    real = positions >= 0
     # positions rise, so the first is the smallest
     smallest = torch.where(real, positions, NEVER).amin(1) if width else torch.full((len(positions),), NEVER)
     first = tuple(-1 if position == NEVER else position for position in smallest.tolist())
@@ -83,14 +87,25 @@ class Eviction(NamedTuple):
 
 
 class Victims(NamedTuple):
-    """The slot [B, H] and the position [B, H, 1] of the one entry per head that is evicted.
+    """The slot and position of the one entry per head that is evicted.
 
-    If they are known to be the same in all rows and heads, each is a tensor [1] (in a step that is replayed as a CUDA
-    graph, one at a fixed address).
+    If it is the same in all rows and heads, it is one number, or a tensor [1] into which a step that is replayed as a
+    CUDA graph writes the number.
     """
 
-    slots: Tensor
-    positions: Tensor
+    slots: Tensor | int  # [B, H]
+    positions: Tensor | int  # [B, H, 1]
+
+    def simplify(self) -> Victims:
+        """Return the victims with one number as ``slots`` if the slot is the same in all rows and heads.
+
+        Only on a CPU; elsewhere the victims are returned unchanged, since comparing would wait for the device.
+        """
+        slots = torch.as_tensor(self.slots)
+        if slots.device.type != "cpu":
+            return self
+        first = slots[0, 0]
+        return self._replace(slots=int(first)) if bool((slots == first).all()) else self
 
 
 class Schedule:
@@ -110,6 +125,8 @@ class Schedule:
         self.max_slots: int | None = None  # slots that are ever needed, if the budget bounds them
         self.eviction: Eviction | None = None
         self.victims: Victims | None = None  # of an earlier layer, if they are the same in all layers
+        self._ring_places: list[tuple[int, int]] = []  # rows with a new token, and its index in ``LastQueries``
+        self._ring_places_on_device: tuple[Tensor, Tensor] | None = None
 
     def begin(self, tokens: NewTokens, seen: Tensor, device: torch.device, *, decoding: bool) -> None:
         """Count the new tokens of a forward, and set ``eviction`` if rows must evict after it.
@@ -119,9 +136,13 @@ class Schedule:
         evictor, counts = self.evictor, tokens.counts
         before = self.remaining.numbers
         self.arrived = self.remaining = Counts([count + new for count, new in zip(before, counts, strict=True)])
-        self.max_slots = self.eviction = self.victims = None
+        self.max_slots = self.eviction = self.victims = self._ring_places_on_device = None
+        self._ring_places = []
         if tokens.width > 1 or not tokens.is_aligned:
             self.slot_positions = None
+        if tokens.width == 1 and evictor.observed_queries:
+            window = evictor.observed_queries
+            self._ring_places = [(row, tokens.first[row] % window) for row, count in enumerate(counts) if count]
         if not evictor.evicts:
             return
         budgets = Counts(evictor.budget_at(seen).tolist())
@@ -135,6 +156,17 @@ class Schedule:
             self.remaining = Counts([budget if is_due else count for is_due, budget, count in numbers])
             due_rows = torch.tensor([row for row, is_due in enumerate(due) if is_due])
             self.eviction = Eviction(slice(None) if all(due) else upload(due_rows, device), budgets)
+
+    def ring_places(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """Return the rows that have a new token, and the index of each one's query in the ring buffer ``LastQueries``.
+
+        None unless the forward has at most one token per row and the policy stores past queries.
+        """
+        if self._ring_places and self._ring_places_on_device is None:
+            # both in one copy
+            rows, places = upload(torch.tensor(self._ring_places, dtype=torch.int64), device).unbind(1)
+            self._ring_places_on_device = rows, places
+        return self._ring_places_on_device
 
     def are_due(self, new: Sequence[int], budgets: Counts, *, decoding: bool) -> list[bool]:
         """Return which rows evict now: those that got ``new`` tokens, exceed their budget and may evict at this time.

@@ -242,19 +242,29 @@ class Store:
 
         ``next_query`` int32 [B, 1, 1] is the position of each row's next query, at most ``longest``.
         """
-        last, tensors = self.length - 1, [*self._slots.values()]
+        last = self.length - 1
         self.reserve_ledger(longest)
-        if victims.slots.dim() == 1:  # the same slot in every row and head
-            _move_newest(self.evicted_at, tensors, victims.slots, victims.positions, next_query, last)
+        if isinstance(victims.slots, Tensor) and isinstance(victims.positions, Tensor) and victims.slots.dim() == 1:
+            _move_newest(self.evicted_at, [*self._slots.values()], victims.slots, victims.positions, next_query, last)
+            self.length, self.ordered, self.uniform = last, False, False
+            return
+        if isinstance(victims.positions, int):  # the same in every row, so all have seen as many tokens
+            self.evicted_at.select(2, victims.positions).fill_(longest)
         else:
             self.evicted_at.scatter_(2, victims.positions.long(), next_query.expand(*victims.positions.shape))
-            index = victims.slots[:, :, None]  # [B, H, 1]
-            for tensor in tensors:  # the last slot itself is overwritten by the next append
-                slots = index if tensor.dim() == 3 else index[..., None].expand(-1, -1, -1, tensor.shape[3])
-                newest = tensor.narrow(2, last, 1)
-                if newest.is_contiguous():  # with one row and one head it is a view of the memory that is written
-                    newest = newest.clone()
-                tensor.scatter_(2, slots, newest)
+        # the index for ``scatter_``, by the number of dimensions of a tensor
+        index = {} if isinstance(victims.slots, int) else {3: victims.slots[:, :, None]}
+        for tensor in self._slots.values():  # the last slot itself is overwritten by the next append
+            if isinstance(victims.slots, int):
+                tensor.select(2, victims.slots).copy_(tensor.select(2, last))
+                continue
+            if tensor.dim() == 4 and 4 not in index:
+                index[4] = index[3][..., None]
+            slots = index[3] if tensor.dim() == 3 else index[4].expand(-1, -1, -1, tensor.shape[3])
+            newest = tensor.narrow(2, last, 1)
+            if newest.is_contiguous():  # with one row and one head it is a view of the memory that is written
+                newest = newest.clone()
+            tensor.scatter_(2, slots, newest)
         self.length, self.ordered, self.uniform = last, False, False
 
     def _write_ledger(self, dropped: Tensor, next_query: Tensor, longest: int) -> None:
