@@ -272,7 +272,7 @@ def test_a_capture_that_fails_is_said_once_and_changes_no_answer(
         raise RunError("CUDA error: operation not permitted")
 
     single = Played("snapkv:budget=64,window=8,interval=16", "eager", monkeypatch)
-    monkeypatch.setattr(text, "_noted", set())
+    monkeypatch.setattr(text, "_printed_notes", set())
     monkeypatch.setattr("test_fixed_step.Recorder.__call__", lambda self, run, device: fails(run, device))
     replayed = Played("snapkv:budget=64,window=8,interval=16", "graph", monkeypatch)
     assert [answer.ids for answer in single.turns[1]] == [answer.ids for answer in replayed.turns[1]]
@@ -293,7 +293,7 @@ def test_a_capture_that_fails_is_said_once_and_changes_no_answer(
 def test_what_cannot_be_captured_is_said_by_name(
     policy: str, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(text, "_noted", set())
+    monkeypatch.setattr(text, "_printed_notes", set())
     played = Played(policy, "graph", monkeypatch)
     assert played.recorder.captures == 0
     assert f"not captured as CUDA graphs: {reason};" in capsys.readouterr().err
@@ -319,7 +319,7 @@ def test_where_a_kernel_cannot_be_compiled_plain_attention_takes_its_place(
     def fails(*args: Any) -> Any:
         raise ValueError("out of resource: shared memory\nHardware limit: 232448")
 
-    monkeypatch.setattr(text, "_noted", set())
+    monkeypatch.setattr(text, "_printed_notes", set())
     monkeypatch.setattr(decode_kernels, "_refused", set())
     monkeypatch.setattr(decode_kernels, "is_available", lambda device: True)
     monkeypatch.setattr(decode_kernels, "attend_slots", fails)
@@ -361,7 +361,7 @@ def test_float64_needs_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_an_unknown_codec_codes_is_not_captured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(text, "_noted", set())
+    monkeypatch.setattr(text, "_printed_notes", set())
     monkeypatch.setattr(Int8, "codes_singly", False)
     assert Played("int8", "graph", monkeypatch).recorder.captures == 0
     assert "codes of int8, which may code several entries in a step;" in capsys.readouterr().err
@@ -560,7 +560,7 @@ def test_weights_that_have_moved_are_read_where_they_are(monkeypatch: pytest.Mon
 def test_short_turns_that_pay_no_capture_are_not_called_restless(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(text, "_noted", set())
+    monkeypatch.setattr(text, "_printed_notes", set())
     monkeypatch.setattr(captured, "step_mode", lambda device: "graph")
     episode = Sampler(tiny_model(), parse_policy("none")).open([random_ids(20)], [0, 1], group=2)
     for _ in range(12):
@@ -624,7 +624,7 @@ def test_a_layer_with_a_forward_of_its_own_is_not_fused(monkeypatch: pytest.Monk
 def test_hooks_of_a_model_are_called_at_every_step(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(text, "_noted", set())
+    monkeypatch.setattr(text, "_printed_notes", set())
     monkeypatch.setattr(captured, "step_mode", lambda device: "graph")
     served, calls = tiny_model(), list[int]()
     served.model.enable_input_require_grads()  # a hook that changes no number
