@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,20 @@ def printed(page: Path) -> Iterator[list[str]]:
 PRINTED = {page: commands for page in PAGES if (commands := list(printed(page)))}
 
 
-def parsed(words: list[str]) -> Any:
-    """What the command line makes of the words, with every command doing nothing; raises for what it refuses."""
+@cache
+def idle_command_line() -> Any:
+    """The command line, with every command doing nothing."""
     root = get_command(app)
     commands = [root]
     for command in commands:
         commands += getattr(command, "commands", {}).values()
         command.callback = None
-    return root.main(words, prog_name="kvaudit", standalone_mode=False)
+    return root
+
+
+def parsed(words: list[str]) -> Any:
+    """Return what the command line makes of the words; raises for what it refuses."""
+    return idle_command_line().main(words, prog_name="kvaudit", standalone_mode=False)
 
 
 @pytest.mark.parametrize("page", PRINTED, ids=lambda page: str(page.relative_to(ROOT)))

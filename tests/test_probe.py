@@ -362,7 +362,7 @@ def test_a_probe_is_compared_and_judged_like_any_run(world: World) -> None:
 @pytest.mark.parametrize("suite", ["agent", "refusal"])
 def test_a_collapse_between_two_probes_fails(suite: str, world: World) -> None:
     """Where every answer of one side is degenerate no judge spoke there, which makes it no other judge."""
-    plan = SMALL.replace("refusal: {items: 6}", f"{suite}: {{items: 48}}")
+    plan = SMALL.replace("refusal: {items: 6}", f"{suite}: {{items: 24}}")
     world.probe(gold(planned(plan)), plan=plan, out="before")
     world.probe(lambda _: completion(""), plan=plan, out="now")
     assert {record.outcome.value for record in world.records("now")} == {"degenerate"}
