@@ -78,10 +78,10 @@ def learnt(model: Any, batch: Batch, reference: Any = None, **options: Any) -> L
 
 def waits(gpu: PretendGpu, base: LoadedModel, batch: Batch, **options: Any) -> dict[str, int]:
     """Reads of one step by place; nothing is handed over that is waited for."""
-    model, reference = (copy.deepcopy(base.model).to(GPU) for _ in range(2))
-    given = there(batch)
+    model, given = copy.deepcopy(base.model).to(GPU), there(batch)
+    reference = copy.deepcopy(base.model).to(GPU) if options.get("loss") == "online-dpo" else None
     gpu.waits.clear()
-    learnt(model, given, reference if options.get("loss") == "online-dpo" else None, **options)
+    learnt(model, given, reference, **options)
     # a number that the spec gives, and once in a run the head of a critic
     assert {place for kind, place in gpu.waits if kind == UPLOADS} <= HANDED_OVER
     return {place: count for (kind, place), count in gpu.waits.items() if kind == READS}

@@ -78,9 +78,9 @@ def refusal(name: str) -> str:
 def test_a_task_is_answered_under_a_policy_as_by_the_sampler_itself_token_for_token(
     model: LoadedModel, policy: str
 ) -> None:
-    asked = items("door", 8)
+    asked = items("door", 4)
     sampler, decoding = Sampler(model, parse_policy(policy)), Decoding(12, temperature=0.8)
-    rows = play(sampler, [(suite("door"), item) for item in asked], decoding, list(range(8)))
+    rows = play(sampler, [(suite("door"), item) for item in asked], decoding, list(range(4)))
     for seed, (item, played) in enumerate(zip(asked, rows, strict=True)):
         written = row(number_of(item))
         prompt = model.chat.prompt([Message(Role.SYSTEM, written["system"]), Message(Role.USER, written["user"])])

@@ -52,13 +52,13 @@ SPEC = """
 name: pilot
 model: embedded
 evaluate:
-  policies: [none, "snapkv:budget=112,window=16,interval=8", "kivi:bits=4"]
+  policies: [none, "snapkv:budget=56,window=16,interval=8", "kivi:bits=4"]
   suites: {refusal: {items: 36}}
-  context_tokens: [192]
+  context_tokens: [96]
   temperature: 1.0
-  batch_tokens: 2400
+  batch_tokens: 1200
   pilot: PILOT
-gate: {primary: ["snapkv:budget=112,window=16,interval=8"]}
+gate: {primary: ["snapkv:budget=56,window=16,interval=8"]}
 """
 
 
@@ -153,13 +153,13 @@ def test_the_pilot_is_the_reference_s_under_none_and_the_gated_policies(with_pil
 
 
 def test_what_the_pilot_answered_is_not_played_again(
-    with_pilot: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    with_pilot: RunFolder, memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = open_run(shutil.copytree(with_pilot.path, tmp_path / "run"), with_pilot.spec, resume=True)
     shutil.rmtree(run.records)
     run.records.mkdir()
     asked: list[int] = []
-    plain = evaluate.play
+    plain = played_once(memory)
 
     def counted(sampler: Any, suite_items: Sequence[tuple[Suite, Item]], *rest: Any, **more: Any) -> list[GradedRow]:
         asked.append(len(suite_items))
@@ -175,24 +175,12 @@ class Killed(BaseException):
     """What ends a process at once."""
 
 
-@pytest.mark.parametrize("after", [0, 3, 6])
+@pytest.mark.parametrize("after", [3, 6, 8])
 def test_a_kill_at_any_batch_changes_nothing(
     with_pilot: RunFolder, memory: Memory, tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluate, "play", played_once(memory))
-    assert_a_kill_changes_nothing(with_pilot, tmp_path, after, monkeypatch)
-
-
-def test_what_a_model_says_after_a_kill_is_what_it_said(
-    with_pilot: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_a_kill_changes_nothing(with_pilot, tmp_path, 8, monkeypatch)
-
-
-def assert_a_kill_changes_nothing(
-    with_pilot: RunFolder, tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
     """A run that is killed after so many batches goes on to the same records."""
+    monkeypatch.setattr(evaluate, "play", played_once(memory))
     run = open_run(tmp_path / "run", with_pilot.spec, resume=False)
     left, plain = [after], Evaluator._play_batch
 
@@ -375,7 +363,7 @@ model: embedded
 evaluate:
   policies: [none, int8]
   suites: {math: {items: auto}, refusal: {items: all}}
-  context_tokens: [192]
+  context_tokens: [96]
   batch_tokens: 24576
 gate: {margins: {math: 5, refusal: 5}}
 """
