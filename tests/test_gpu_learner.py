@@ -114,7 +114,7 @@ def test_an_adapter_reads_as_whole_weights_do(gpu: PretendGpu, base: LoadedModel
     assert {place: count for (kind, place), count in gpu.waits.items() if kind == READS} == ONE_STEP
 
 
-def test_what_is_learnt_there_is_what_a_cpu_learns(gpu: PretendGpu, base: LoadedModel, batch: Batch) -> None:
+def test_the_device_learns_what_a_cpu_learns(gpu: PretendGpu, base: LoadedModel, batch: Batch) -> None:
     model, own = copy.deepcopy(base.model).to(GPU), copy.deepcopy(base.model)
     found, wanted = learnt(model, there(batch)), learnt(own, batch)
     assert found.loss == pytest.approx(wanted.loss, rel=1e-4, abs=1e-6)

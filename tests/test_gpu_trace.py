@@ -124,7 +124,7 @@ def test_a_step_without_mask_and_positions_waits_for_nothing(model: Any) -> None
         assert gpu.waits == {}
 
 
-def test_what_stays_on_the_host_is_not_mixed_in_unseen(model: Any) -> None:
+def test_a_tensor_of_the_host_beside_those_of_the_device_is_an_error(model: Any) -> None:
     with pretend_gpu(), torch.no_grad():
         device_model = there(model)
         with pytest.raises(AssertionError, match="mix devices"):

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from conform.world import LAYERS, left_padded, prompts, random_model
+from conform.test_public import batch
+from conform.world import LAYERS, prompts, random_model
 from torch import Tensor
 from transformers import DynamicCache, ModernBertDecoderConfig, ModernBertDecoderForCausalLM, StaticCache
 
@@ -30,12 +31,6 @@ COMPILED = [
         )
     ),
 ]
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    """Left-padded ids and their mask."""
-    ids, positions = left_padded(prompts(40, 23, 9))
-    return ids, (positions >= 0).long()
 
 
 def largest(a: Tensor, b: Tensor) -> float:

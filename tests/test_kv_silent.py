@@ -1,4 +1,4 @@
-"""What once went wrong without a word, each held by a figure: the sampler and its shadow shared the mistake."""
+"""Faults that once gave wrong numbers without an error, because sampler and shadow pass shared the mistake."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_a_cache_reused_for_another_batch_is_refused() -> None:
         _ = cache.ledger
     ids = torch.tensor(prompts(9, 9))
     generate(model, ids, torch.ones_like(ids), past_key_values=cache)
-    with pytest.raises(SpecError, match="serves 2 rows, got 1"):
+    with pytest.raises(SpecError, match="serves 2 rows, got 1; make a new one"):
         model(ids[:1], past_key_values=cache)
 
 

@@ -64,7 +64,7 @@ def test_a_command_that_is_not_there_is_noticed(words: list[str]) -> None:
         parsed(words)
 
 
-def test_what_needs_no_model_runs_as_it_is_printed() -> None:
+def test_printed_commands_that_need_no_model_run() -> None:
     alone = [words for commands in PRINTED.values() for words in commands if words[0] == "plan"]
     assert alone
     for words in alone:
