@@ -374,7 +374,7 @@ train: {arms: [dense, smd], seeds: [1], policy: "streaming:budget=48,sink=4,wind
   context_tokens: 72, steps: 1, prompts_per_step: 1, group: 2, warmup_steps: 1}
 evaluate:
   policies: [none, {engine: openvino, KV_CACHE_PRECISION: u4}]
-  suites: {refusal: {items: 12}}
+  suites: {refusal: {items: 6}}
   context_tokens: [96]
   pilot: 0
   floor: 0

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,8 +74,10 @@ def item(name: str) -> Item:
 
 
 def test_records_say_how_the_turns_of_a_conversation_were_read(tmp_path: Path) -> None:
-    text = SPEC.replace("items: 5", "items: 1").replace("}}", "}, agent: {items: 1}}").replace(
-        "model: tiny", "model: embedded"
+    text = (
+        SPEC.replace("items: 5", "items: 1")
+        .replace("}}", "}, agent: {items: 1}}")
+        .replace("model: tiny", "model: embedded")
     )
     spec = parse_spec(text.replace("[400]", "[200]"), "spec", NAMES)
     run = evaluated(tmp_path / "run", spec, load_model())
@@ -330,9 +332,5 @@ def test_a_context_beyond_the_models_positions_is_a_spec_error(model: LoadedMode
         check_contexts(parse_spec(SPEC.replace("[400]", "[400, 4095]"), "spec", NAMES), model)
 
 
-def asked(units: Sequence[Unit]) -> set[str]:
-    return {unit.arm for unit in units}
-
-
 def test_a_spec_without_training_asks_the_base_model_only(spec: RunSpec) -> None:
-    assert asked(grid(spec)) == {"base"}
+    assert {unit.arm for unit in grid(spec)} == {"base"}

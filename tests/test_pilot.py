@@ -305,7 +305,7 @@ def test_auto_and_all_are_held_to_a_round(items: str) -> None:
     assert (len(found.value.lines), found.value.exit_code) == (1, 2)
 
 
-def test_what_nothing_gates_can_always_run() -> None:
+def test_a_spec_without_a_gate_can_always_run() -> None:
     text = "{name: a, evaluate: {policies: [none], suites: {refusal: {items: 3}}, context_tokens: [300]}}"
     assert not list(impossible_cells(parse_spec(text, "spec", NAMES), words))
 
@@ -332,9 +332,7 @@ def test_the_fewest_items_that_can_pass() -> None:
     ("differing", "pairs", "planned"),
     [(0, 33, 0.05), (0, 200, 0.05), (0, 11, 0.1184), (3, 33, 0.1499), (0, 0, 0.10)],
 )
-def test_churn_is_planned_with_at_its_upper_end_and_never_at_nothing(
-    differing: int, pairs: int, planned: float
-) -> None:
+def test_the_planned_churn_is_an_upper_bound_and_never_zero(differing: int, pairs: int, planned: float) -> None:
     assert planned_discordance(differing, pairs) == pytest.approx(planned, abs=5e-4)
 
 
@@ -348,7 +346,7 @@ def test_more_churn_takes_more_items() -> None:
     assert few.chance >= 0.8
 
 
-def test_what_cannot_reach_the_power_takes_what_there_is_and_says_its_chance() -> None:
+def test_a_plan_that_cannot_reach_the_power_takes_all_items_and_says_its_chance() -> None:
     found = plan_items(ROUND, UNSAFE, design(0.3), 864)
     assert found.items == 864
     assert found.chance < 0.8
@@ -426,7 +424,7 @@ model: {model}
 evaluate:
   policies: [none, "streaming:budget=64,sink=4,window=8"]
   suites: {{math: {{items: 60, max_new_tokens: 1}}}}
-  context_tokens: [900]
+  context_tokens: [400]
 gate: {{margins: {{math: 5}}}}
 """
 
@@ -495,7 +493,7 @@ def test_a_limited_run_is_a_try_and_told_so(tmp_path: Path, tiny_folder: Path) -
 def test_a_pilot_that_runs_out_of_positions_is_one_line(tmp_path: Path, tiny_folder: Path) -> None:
     spec = tmp_path / "spec.yaml"
     text = MUTE.format(model=tiny_folder).replace("items: 60, max_new_tokens: 1", "items: auto")
-    spec.write_text(text.replace("[900]", "[900000]"))
+    spec.write_text(text.replace("[400]", "[900000]"))
     code, _, err = kvaudit("run", spec, "--out", tmp_path / "run", "--threads", 1)
     assert (code, len(err.splitlines())) == (2, 1)
     assert "lower context_tokens" in err
@@ -513,7 +511,7 @@ def test_a_pilot_that_runs_out_of_positions_is_one_line(tmp_path: Path, tiny_fol
         ("pilot: 24", "pilot: 48", "evaluate.pilot is 48, suite refusal has 36 items; leave pilot out, or give"),
     ],
 )
-def test_what_cannot_be_asked_is_one_line(old: str, new: str, message: str) -> None:
+def test_impossible_numbers_of_items_are_one_line_errors(old: str, new: str, message: str) -> None:
     text = SPEC.replace("PILOT", "24").replace(old, new)
     with pytest.raises(SpecError) as found:
         parse_spec(text, "spec", NAMES)
@@ -532,7 +530,7 @@ def test_a_probe_wants_numbers() -> None:
         parse_spec(text, "spec", NAMES)
 
 
-def test_specs_from_before_keep_their_hash() -> None:
+def test_specs_without_a_pilot_keep_their_hash() -> None:
     text = "{name: a, evaluate: {policies: [none], suites: {math: {items: 2}}, context_tokens: [64]}}"
     written = parse_spec(text, "spec", NAMES).written()["evaluate"]
     assert "pilot" not in written
@@ -612,7 +610,7 @@ def test_items_that_hold_enough_templates_too_unevenly_are_told_so() -> None:
 
 
 @pytest.mark.parametrize(("templates", "needs"), [(58, "items have 58"), (59, "items have 59"), (72, "items have 72")])
-def test_what_is_short_is_never_told_a_number_that_it_has(templates: int, needs: str) -> None:
+def test_a_shortfall_with_enough_templates_is_called_uneven(templates: int, needs: str) -> None:
     line = Shortfall(Metric("math", None, 0.05), 96, templates, 59, 72, 59).line
     assert needs in line
     assert ("some of them larger than this margin allows" in line) == (templates >= 59)
