@@ -108,13 +108,14 @@ def test_contract(engine: type[Engine], check: Check) -> None:
     run_check(engine, check)
 
 
-@pytest.mark.parametrize("check", CHECKS[1:], ids=lambda check: check.__name__)
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_contract_with_random_settings(engine: type[Engine], check: Check, data: st.DataObject) -> None:
+def test_contract_with_random_settings(engine: type[Engine], data: st.DataObject) -> None:
     engine_names = [*engine.compresses, *engine.always]
     names = st.sampled_from(engine_names) | NAMES if engine_names else NAMES
-    check(engine, data.draw(st.dictionaries(names, VALUES, max_size=4)))
+    chosen = data.draw(st.dictionaries(names, VALUES, max_size=4))
+    for check in CHECKS:
+        check(engine, chosen)
 
 
 def test_a_missing_engine_is_a_one_line_error_that_says_how_to_install_it(engine: type[Engine], tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 from engine_inside import INVALID_FIELDS
 
 from kvaudit.audit.engines.base import EngineContext, EngineFailed, GenerationRequest, Reply
@@ -30,8 +29,8 @@ VOCABULARY = 100
 
 
 def make_context(folder: Path, **spec: Any) -> EngineContext:
-    """Return a context whose model has only a vocabulary."""
-    model = SimpleNamespace(get_input_embeddings=lambda: torch.nn.Embedding(VOCABULARY, 1))
+    """Return a context whose model has only a vocabulary; no torch, so that a process of a test starts at once."""
+    model = SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(weight=SimpleNamespace(shape=(VOCABULARY, 1))))
     engine_spec = EngineSpec(**{"start": 20.0, "answer": 20.0, **spec})
     return EngineContext(cast(Any, SimpleNamespace(model=model)), engine_spec, folder / "logs" / "engine.log", 2)
 

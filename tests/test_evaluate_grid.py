@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,11 +28,11 @@ name: grid
 model: tiny
 evaluate:
   policies: [none, "streaming:budget=64,sink=4,window=8"]
-  suites: {math: {items: 5}}
-  context_tokens: [900]
+  suites: {math: {items: 5, max_new_tokens: 6}}
+  context_tokens: [400]
   samples: 2
   temperature: 1.0
-  batch_tokens: 4600
+  batch_tokens: 2000
 """
 
 
@@ -74,20 +74,22 @@ def item(name: str) -> Item:
 
 
 def test_records_say_how_the_turns_of_a_conversation_were_read(tmp_path: Path) -> None:
-    text = SPEC.replace("math: {items: 5}", "math: {items: 1}, agent: {items: 1}").replace(
-        "model: tiny", "model: embedded"
+    text = (
+        SPEC.replace("items: 5", "items: 1")
+        .replace("}}", "}, agent: {items: 1}}")
+        .replace("model: tiny", "model: embedded")
     )
-    spec = parse_spec(text.replace("[900]", "[200]"), "spec", NAMES)
+    spec = parse_spec(text.replace("[400]", "[200]"), "spec", NAMES)
     run = evaluated(tmp_path / "run", spec, load_model())
     read = {(row.suite, row.turns_read) for path in run.records.glob("*.jsonl") for row in timeless(path)}
     assert read == {("math", ""), ("agent", "one cache")}
 
 
 def test_grid_crosses_everything_and_keeps_a_checkpoint_together() -> None:
-    units = grid(parse_spec(SPEC.replace("[900]", "[700, 900]"), "spec", NAMES))
+    units = grid(parse_spec(SPEC.replace("[400]", "[300, 400]"), "spec", NAMES))
     assert len(units) == 4
     assert len({unit.name for unit in units}) == 4
-    assert [unit.context_tokens for unit in units] == [700, 700, 900, 900]
+    assert [unit.context_tokens for unit in units] == [300, 300, 400, 400]
 
 
 def test_batches_hold_like_lengths_and_at_most_the_given_tokens() -> None:
@@ -105,7 +107,7 @@ def test_row_seeds_differ_by_item_and_sample_and_know_no_policy_or_arm() -> None
 def test_a_spec_may_let_a_suite_answer_longer(model: LoadedModel, tmp_path: Path) -> None:
     asked = {}
     for longest in ("", ", max_new_tokens: 3"):
-        spec = parse_spec(SPEC.replace("items: 5", "items: 2" + longest), "spec", NAMES)
+        spec = parse_spec(SPEC.replace("items: 5, max_new_tokens: 6", "items: 1" + longest), "spec", NAMES)
         run = evaluated(tmp_path / f"run{len(longest)}", spec, model)
         rows = [row for unit in grid(spec) for row in timeless(UnitFiles.of(run.records, unit).records)]
         asked[longest] = max(row.new_tokens for row in rows)
@@ -114,16 +116,16 @@ def test_a_spec_may_let_a_suite_answer_longer(model: LoadedModel, tmp_path: Path
 
 def test_the_length_of_answers_is_part_of_a_spec_only_where_it_is_given() -> None:
     plain, longer = (
-        parse_spec(SPEC.replace("items: 5", f"items: 5{more}"), "spec", NAMES) for more in ("", ", max_new_tokens: 96")
+        parse_spec(SPEC.replace(", max_new_tokens: 6", more), "spec", NAMES) for more in ("", ", max_new_tokens: 96")
     )
-    assert plain.sha256 == parse_spec(SPEC, "spec", NAMES).sha256 != longer.sha256
+    assert plain.sha256 != longer.sha256
     assert plain.written()["evaluate"]["suites"] == {"math": {"items": 5}}
     assert longer.limited(2).written()["evaluate"]["suites"] == {"math": {"items": 2, "max_new_tokens": 96}}
 
 
 def test_an_answer_that_the_model_has_no_room_for_is_a_spec_error(model: LoadedModel) -> None:
-    spec = parse_spec(SPEC.replace("items: 5", "items: 5, max_new_tokens: 90000"), "spec", NAMES)
-    with pytest.raises(SpecError, match="an answer of suite math need 90900 positions"):
+    spec = parse_spec(SPEC.replace("max_new_tokens: 6", "max_new_tokens: 90000"), "spec", NAMES)
+    with pytest.raises(SpecError, match="an answer of suite math need 90400 positions"):
         check_contexts(spec, model)
 
 
@@ -156,7 +158,7 @@ def test_policies_are_asked_the_same_items_and_only_compression_evicts(whole: Ru
 def test_records_do_not_depend_on_the_batch_size(
     tmp_path: Path, whole: RunFolder, spec: RunSpec, model: LoadedModel
 ) -> None:
-    narrow_spec = parse_spec(SPEC.replace("4600", "1"), "spec", NAMES)
+    narrow_spec = parse_spec(SPEC.replace("batch_tokens: 2000", "batch_tokens: 1"), "spec", NAMES)
     narrow = evaluated(tmp_path / "narrow", narrow_spec, model)
     for unit in grid(spec):
         one, other = (timeless(UnitFiles.of(run.records, unit).records) for run in (whole, narrow))
@@ -326,13 +328,9 @@ def test_records_of_another_checkpoint_are_never_continued(run: RunFolder, spec:
 
 
 def test_a_context_beyond_the_models_positions_is_a_spec_error(model: LoadedModel) -> None:
-    with pytest.raises(SpecError, match=r"evaluate.context_tokens 4090 .* model .* has 4096; lower context_tokens"):
-        check_contexts(parse_spec(SPEC.replace("[900]", "[900, 4090]"), "spec", NAMES), model)
-
-
-def asked(units: Sequence[Unit]) -> set[str]:
-    return {unit.arm for unit in units}
+    with pytest.raises(SpecError, match=r"evaluate.context_tokens 4095 .* model .* has 4096; lower context_tokens"):
+        check_contexts(parse_spec(SPEC.replace("[400]", "[400, 4095]"), "spec", NAMES), model)
 
 
 def test_a_spec_without_training_asks_the_base_model_only(spec: RunSpec) -> None:
-    assert asked(grid(spec)) == {"base"}
+    assert {unit.arm for unit in grid(spec)} == {"base"}

@@ -39,6 +39,15 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_rows(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders of the public rows without a file."""
+    folder = write_rows(tmp_path_factory.mktemp("bare"))
+    for path in (*folder.rglob("*.json*"), *folder.rglob("*.csv")):
+        path.unlink()
+    return folder
+
+
 @pytest.fixture(params=READERS)
 def suite(request: pytest.FixtureRequest) -> Suite:
     return SUITES.get(request.param)()
@@ -58,13 +67,12 @@ def test_public_suites_keep_the_contract_on_the_real_rows(suite: Suite) -> None:
     contract.test_no_constant_answer_wins(contract.without_understanding(asked))
 
 
-def test_a_missing_folder_or_file_is_one_line(data: Path, suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
-    for path in (*data.rglob("*.json*"), *data.rglob("*.csv")):
-        path.unlink()
+def test_a_missing_folder_or_file_is_one_line(bare: Path, suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVAUDIT_DATA", str(bare))
     with pytest.raises(DataError, match=rf"suite {suite.name} needs .* which is missing in KVAUDIT_DATA="):
         suite.items("eval", 1, 0, 600, words)
     monkeypatch.delenv("KVAUDIT_DATA")
-    monkeypatch.setenv("KVAUDIT_CACHE", str(data / "nothing was fetched"))
+    monkeypatch.setenv("KVAUDIT_CACHE", str(bare / "nothing was fetched"))
     with pytest.raises(DataError, match="and KVAUDIT_DATA is not set"):
         suite.items("eval", 1, 0, 600, words)
 

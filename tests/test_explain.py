@@ -148,7 +148,7 @@ def test_an_answer_that_differs_is_said(run: Path) -> None:
     assert not set("\x1b\u202e\u2028") & set(out)
 
 
-def test_what_is_not_in_the_run_is_one_line(finished: Path) -> None:
+def test_names_that_are_not_in_the_run_are_one_line_errors(finished: Path) -> None:
     item = records(finished)[0].item_id
     assert f"similar names: {item}" in refused("explain", finished, item + "x")
     assert "is not among the finished answers of base seed 0" in refused("explain", finished, "nothing")

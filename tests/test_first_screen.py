@@ -36,14 +36,14 @@ BASE = Design(
     seeds=(1,),
     policies=("none", SNAP),
     suites=("refusal", "math"),
-    items=720,
+    items=360,
     clusters=120,
     seed_sd=0.0,
     estimands=ASKED,
     margins={"refusal": 5, "math": 5},
 )
 SERVED = replace(BASE, arms=("base",), seeds=(0,), train=False, estimands=())
-ALL = range(720)
+ALL = range(360)
 NOTHING = {"none": (), SNAP: (), ("dense", "none"): (), ("dense", SNAP): (), ("naive", "none"): (), ("naive", SNAP): ()}
 SHIP, NOT, OPEN, NONE, BROKEN = "ship", "do not ship", "not enough data", "not measurable", "not valid"
 
@@ -197,16 +197,16 @@ def test_the_grid_tells_rates_as_what_happens(tmp_path: Path) -> None:
     row = dict(zip(grid.columns, grid.rows[0].cells, strict=True))
     cell = row["forbidden things told or done (refusal)"]
     assert cell is not None
-    assert (cell.text, cell.sign) == ("10 → 37.1 %", "✗")
-    assert re.search(r"^worse: forbidden .* 10 → 37.1 % of 720, limit \+5, up to \+29\.9", cell.says)
-    assert cell.bound == "limit +5, up to +29.9"
+    assert (cell.text, cell.sign) == ("10 → 37.2 %", "✗")
+    assert re.search(r"^worse: forbidden .* 10 → 37.2 % of 360, limit \+5, up to \+31\.3", cell.says)
+    assert cell.bound == "limit +5, up to +31.3"
     html = formats()["report.html"](page_of(found))
     assert f'<span class="bound">{cell.bound}</span>' in html, "which is shown where there is no pointer"
     assert ".grid .bound { display: none; }" in html
     score = row["refusal score"]
     assert score is not None
-    assert score.text == "90 → 62.9 %"
-    assert re.search(r"limit -5, up to -29\.9", score.says)
+    assert score.text == "90 → 62.8 %"
+    assert re.search(r"limit -5, up to -31\.3", score.says)
 
 
 def test_a_small_p_value_is_not_written_as_0(reported: Any) -> None:
@@ -237,9 +237,9 @@ def test_whatever_breaks_a_comparison_breaks_every_answer(reported: Any) -> None
 
 def test_a_grid_of_a_hundred_settings_keeps_the_worst(tmp_path: Path) -> None:
     names = [policy("snapkv", budget) for budget in range(10, 110)]
-    hurt = {names[77]: {i for i in range(64) if i % 3}}
+    hurt = {names[77]: {i for i in range(32) if i % 3}}
     design = replace(
-        SERVED, policies=("none", *names), suites=("refusal",), items=64, clusters=32, wrong=hurt, margins={}
+        SERVED, policies=("none", *names), suites=("refusal",), items=32, clusters=32, wrong=hurt, margins={}
     )
     found = decide_run(load_run(build(tmp_path / "run", design)))
     grid, page = grid_of(found), page_of(found)

@@ -461,9 +461,9 @@ SEEDS = (0, 1, 2, 4, 5, 6, 8, 9, 10, 11, 12, 14, 16, 17, 19, 20, 21, 22)
 SEEDS += (23, 25, 26, 27, 28, 29, 32, 34, 35, 37, 38, 39, 40, 41, 42, 43, 45, 47)
 
 
-@pytest.mark.parametrize("block", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 6))])
+@pytest.mark.parametrize("block", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 9))])
 def test_random_schedules_are_sampled_and_recorded_alike(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [check(seed, monkeypatch) for seed in SEEDS[block::6]]
+    found = [check(seed, monkeypatch) for seed in SEEDS[block::9]]
     assert sum(result.replays for result in found) > 20
 
 
@@ -487,10 +487,9 @@ def test_prompts_that_enter_a_running_batch_are_sampled_alike(
     seed: int, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = replace(drawn_case(seed), family="gemma3", policy=policy, dtype=torch.float64, failing=0.0, fewest=1)
-    single, *others = (Player(case, mode, monkeypatch).stream() for mode in ("eager", "graph", "fixed"))
+    single, replayed = (Player(case, mode, monkeypatch).stream() for mode in ("eager", "graph"))
     check_shadow(case, single)
-    for other in others:
-        assert compare(case, single, other)
+    assert compare(case, single, replayed)
 
 
 def test_a_codec_whose_exact_entries_grow_in_number_is_replayed_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,10 +78,10 @@ def learnt(model: Any, batch: Batch, reference: Any = None, **options: Any) -> L
 
 def waits(gpu: PretendGpu, base: LoadedModel, batch: Batch, **options: Any) -> dict[str, int]:
     """Reads of one step by place; nothing is handed over that is waited for."""
-    model, reference = (copy.deepcopy(base.model).to(GPU) for _ in range(2))
-    given = there(batch)
+    model, given = copy.deepcopy(base.model).to(GPU), there(batch)
+    reference = copy.deepcopy(base.model).to(GPU) if options.get("loss") == "online-dpo" else None
     gpu.waits.clear()
-    learnt(model, given, reference if options.get("loss") == "online-dpo" else None, **options)
+    learnt(model, given, reference, **options)
     # a number that the spec gives, and once in a run the head of a critic
     assert {place for kind, place in gpu.waits if kind == UPLOADS} <= HANDED_OVER
     return {place: count for (kind, place), count in gpu.waits.items() if kind == READS}
@@ -114,7 +114,7 @@ def test_an_adapter_reads_as_whole_weights_do(gpu: PretendGpu, base: LoadedModel
     assert {place: count for (kind, place), count in gpu.waits.items() if kind == READS} == ONE_STEP
 
 
-def test_what_is_learnt_there_is_what_a_cpu_learns(gpu: PretendGpu, base: LoadedModel, batch: Batch) -> None:
+def test_the_device_learns_what_a_cpu_learns(gpu: PretendGpu, base: LoadedModel, batch: Batch) -> None:
     model, own = copy.deepcopy(base.model).to(GPU), copy.deepcopy(base.model)
     found, wanted = learnt(model, there(batch)), learnt(own, batch)
     assert found.loss == pytest.approx(wanted.loss, rel=1e-4, abs=1e-6)

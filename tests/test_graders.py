@@ -113,63 +113,39 @@ class RightJudge(Judge):
         return ["sorry" in question.answer for question in questions]
 
 
-def drops_failures(right: type[AnyGrader]) -> dict[str, Any]:
-    return {"grades": lambda self, asked: [grade for grade in right.grades(self, asked)[1:]]}
+def crashes_on_text(grader: RightJudge, asked: Sequence[Question]) -> list[Any]:
+    assert all(one.answer.split()[0] for one in asked)
+    return Judge.grades(grader, asked)
 
 
-def looks_at_the_others(right: type[AnyGrader]) -> dict[str, Any]:
-    return {"grades": lambda self, asked: right.grades(self, asked[:1]) * len(asked)}
-
-
-def is_another_every_time(_: type[AnyGrader]) -> dict[str, Any]:
-    return {"identity": property(lambda self: sha256_of(time.perf_counter_ns()))}
-
-
-def crashes_on_text(right: type[AnyGrader]) -> dict[str, Any]:
-    def grades(self: AnyGrader, asked: Sequence[Any]) -> list[Any]:
-        texts = [one.answer for one in asked]
-        assert all(text.split()[0] for text in texts)
-        return right.grades(self, asked)
-
-    return {"grades": grades}
-
-
-def forgets_what_it_said(_: type[AnyGrader]) -> dict[str, Any]:
-    return {"from_stored": lambda self, stored: None}
-
-
-def asks_one_question_only(_: type[AnyGrader]) -> dict[str, Any]:
-    return {"key_of": staticmethod(lambda question: sha256_of("the same"))}
-
-
-@pytest.mark.parametrize("right", [RightJudge])
 @pytest.mark.parametrize(
     ("wrong", "check"),
     [
-        (drops_failures, check_a_grade_for_every_question),
-        (looks_at_the_others, check_no_grade_depends_on_the_others),
-        (is_another_every_time, check_the_identity_is_a_hash_that_stays),
-        (crashes_on_text, check_hostile_text_is_graded_or_fails),
-        (forgets_what_it_said, check_what_it_says_is_remembered_as_it_was_said),
-        (asks_one_question_only, check_questions_are_told_apart),
+        ({"grades": lambda self, asked: Judge.grades(self, asked)[1:]}, check_a_grade_for_every_question),
+        (
+            {"grades": lambda self, asked: Judge.grades(self, asked[:1]) * len(asked)},
+            check_no_grade_depends_on_the_others,
+        ),
+        (
+            {"identity": property(lambda self: sha256_of(time.perf_counter_ns()))},
+            check_the_identity_is_a_hash_that_stays,
+        ),
+        ({"grades": crashes_on_text}, check_hostile_text_is_graded_or_fails),
+        ({"from_stored": lambda self, stored: None}, check_what_it_says_is_remembered_as_it_was_said),
+        ({"key_of": staticmethod(lambda question: sha256_of("the same"))}, check_questions_are_told_apart),
     ],
 )
-def test_a_wrong_grader_breaks_the_contract(
-    right: type[AnyGrader], wrong: Callable[[type[AnyGrader]], dict[str, Any]], check: Check
-) -> None:
-    check(right())
+def test_a_wrong_grader_breaks_the_contract(wrong: dict[str, Any], check: Check) -> None:
+    check(RightJudge())
     with pytest.raises((AssertionError, IndexError)):
-        check(type("Wrong", (right,), wrong(right))())
+        check(type("Wrong", (RightJudge,), wrong)())
 
 
-@pytest.mark.parametrize("right", [RightJudge])
-def test_a_grade_is_asked_for_once_and_a_failure_again(
-    right: type[AnyGrader], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, said = ASKED[right.kind], right().grades(ASKED[right.kind])
-    monkeypatch.setattr(right, "grades", lambda self, new: [None, *said[1:]])
-    assert CachedGrader(right(), tmp_path).grades(asked) == [None, *said[1:]]
+def test_a_grade_is_asked_for_once_and_a_failure_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, said = ASKED["judge"], RightJudge().grades(ASKED["judge"])
+    monkeypatch.setattr(RightJudge, "grades", lambda self, new: [None, *said[1:]])
+    assert CachedGrader(RightJudge(), tmp_path).grades(asked) == [None, *said[1:]]
     again: list[Any] = []
-    monkeypatch.setattr(right, "grades", lambda self, new: again.extend(new) or said[:1])
-    assert CachedGrader(right(), tmp_path).grades(asked) == said
+    monkeypatch.setattr(RightJudge, "grades", lambda self, new: again.extend(new) or said[:1])
+    assert CachedGrader(RightJudge(), tmp_path).grades(asked) == said
     assert again == asked[:1]

@@ -230,7 +230,7 @@ def test_a_mistake_in_the_json_form_is_named(change: Callable[[Table, Table], An
 
 
 @pytest.mark.parametrize("content", ["", "[", '{"format": ', "[1]", "null", "[" * 100_000, '{"a": NaN}', "\x00"])
-def test_what_is_no_json_table_is_refused(content: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_json_table_is_refused(content: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"r\.json"):
         read_rollouts(write_file(tmp_path / "r.json", content))
 

@@ -32,7 +32,7 @@ name: judged
 model: {model}
 evaluate:
   policies: [none, "streaming:budget=64,sink=4,window=8"]
-  suites: {{math: {{items: 2}}, agent: {{items: 2}}}}
+  suites: {{math: {{items: 2, max_new_tokens: 8}}, agent: {{items: 2}}}}
   context_tokens: [900]
 """
 

@@ -150,7 +150,7 @@ def test_an_option_that_is_true_or_false_is_read_as_such(value: str, expected: b
         ("rubric-endpoint:base_url=https://h,model=m,key=sk-secret", "the key, such as API_KEY"),
     ],
 )
-def test_a_judge_that_cannot_be_is_one_line(text: str, line: str) -> None:
+def test_impossible_judges_are_one_line_errors(text: str, line: str) -> None:
     with pytest.raises(SpecError, match=re.escape(line)) as caught:
         parse_plugin(JUDGES, text)
     assert "secret" not in str(caught.value)
@@ -174,7 +174,7 @@ def test_a_card_leaves_the_source_of_a_line_out(labels: Path) -> None:
     assert guard.people.agreement == pytest.approx(1.0)  # a partial refusal refuses
 
 
-def test_what_is_beside_the_point_teaches_nobody(labels: Path) -> None:
+def test_off_topic_answers_are_not_trained_on(labels: Path) -> None:
     beside = {Judge.key_of(row.question) for source in sources() if source.name == OFF_TOPIC for row in source.rows}
     assert len(beside) == 1
     assert not beside & parse_plugin(JUDGES, "logistic").trained_on()
@@ -460,24 +460,12 @@ def test_a_reply_shorter_than_its_stated_length_is_no_reply(status: int) -> None
         over_http(server.url, b"{}", {}, 2.0)
 
 
-def test_nobody_there_is_one_line() -> None:
+def test_an_unreachable_endpoint_is_a_one_line_error() -> None:
     with pytest.raises(RunError, match="does not answer"):
         ask("http://127.0.0.1:1/v1", tries=1).refused(ASKED)
 
 
 # what is remembered
-
-
-def test_an_answer_is_asked_for_once_and_a_failure_again(tmp_path: Path) -> None:
-    with endpoint(says("no"), says("perhaps"), says("yes")) as server:
-        judge = ask(server.url, parallel=1)
-        assert CachedGrader(judge, tmp_path).grades([*ASKED[:2], ASKED[0]]) == [
-            Judgement(False),
-            None,
-            Judgement(False),
-        ]
-        assert CachedGrader(judge, tmp_path).grades(ASKED[:2]) == [Judgement(False), Judgement(True)]
-    assert len(server.asked) == 3
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from conform.world import LAYERS, left_padded, prompts, random_model
+from conform.test_public import batch
+from conform.world import LAYERS, prompts, random_model
 from torch import Tensor
 from transformers import DynamicCache, ModernBertDecoderConfig, ModernBertDecoderForCausalLM, StaticCache
 
@@ -17,19 +18,19 @@ from kvaudit.core.errors import RunError, SpecError
 
 SNAPKV = "snapkv:budget=14,window=4,interval=3"
 COMPILED = [
-    f"{SNAPKV}+int8",
+    SNAPKV,
     # a compiler takes seconds for each, and what it leaves alone is the same in all
     *(
         pytest.param(policy, marks=pytest.mark.slow)
-        for policy in (SNAPKV, "int8", "streaming:budget=12,sink=2", "h2o:budget=12", "kivi:group=4,residual=8")
+        for policy in (
+            f"{SNAPKV}+int8",
+            "int8",
+            "streaming:budget=12,sink=2",
+            "h2o:budget=12",
+            "kivi:group=4,residual=8",
+        )
     ),
 ]
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    """Left-padded ids and their mask."""
-    ids, positions = left_padded(prompts(40, 23, 9))
-    return ids, (positions >= 0).long()
 
 
 def largest(a: Tensor, b: Tensor) -> float:
@@ -47,40 +48,35 @@ def one_layer() -> Any:
     return model
 
 
-def decoded(called: Any, past: CompressedCache, steps: int = 6) -> tuple[Tensor, Tensor]:
-    """Logits of a prompt and some greedy steps, and the ledger."""
-    token, every = torch.tensor(prompts(30, 30)), []
+def decoded(called: Any, past: CompressedCache) -> tuple[Tensor, Tensor]:
+    """Logits of a prompt and of two greedy steps, and the tokens."""
+    token, texts, logits = torch.tensor(prompts(30, 30)), [], []
     with torch.no_grad():
-        for _ in range(steps):
-            every.append(called(token, past_key_values=past).logits[:, -1])
-            token = every[-1].argmax(-1)[:, None]
-    return torch.stack(every), past.ledger.evicted_at
+        for _ in range(3):
+            texts.append(token)
+            logits.append(called(token, past_key_values=past).logits[:, -1])
+            token = logits[-1].argmax(-1)[:, None]
+    return torch.stack(logits), torch.cat(texts, 1)
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.parametrize("policy", COMPILED)
-def test_a_compiled_model_decodes_what_the_plain_one_does(policy: str) -> None:
+def test_a_compiled_model_decodes_and_replays_what_the_plain_one_does(policy: str) -> None:
+    """With a cache, inside shadow, and in a dense call after it."""
     model = one_layer()
-    expected = decoded(model, CompressedCache.for_model(model, policy))
-    torch.compiler.reset()
-    compiled = torch.compile(model, backend="eager")
-    got = decoded(compiled, CompressedCache.for_model(compiled, policy))
-    assert torch.equal(got[0], expected[0])
-    assert torch.equal(got[1], expected[1])
-
-
-def test_a_compiled_model_is_replayed_inside_shadow_and_dense_outside() -> None:
-    model, ids = one_layer(), torch.tensor(prompts(30, 30))
-    past = CompressedCache.for_model(model, SNAPKV)
+    past = CompressedCache.for_model(model, policy)
+    expected, ids = decoded(model, past)
     with torch.no_grad():
         dense = model(ids).logits
-        model(ids[:, :20], past_key_values=past)
-        model(ids[:, 20:], past_key_values=past)
         with shadow(model, past.ledger):
             replayed = model(ids).logits
         torch.compiler.reset()
         compiled = torch.compile(model, backend="eager")
-        assert largest(compiled(ids).logits, dense) < 1e-12
+        own = CompressedCache.for_model(compiled, policy)
+        got, tokens = decoded(compiled, own)
+        assert torch.equal(got, expected)
+        assert torch.equal(tokens, ids)
+        assert torch.equal(own.ledger.evicted_at, past.ledger.evicted_at)
         with shadow(compiled, past.ledger):
             assert largest(compiled(ids).logits, replayed) < 1e-12
         assert largest(compiled(ids).logits, dense) < 1e-12

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conform.world import CONFIGS, feed, gap, left_padded, new_cache, prompts, random_model, served, shared, two_turns
+from conform.world import feed, gap, new_cache, prompts, random_model, served, shared, two_turns
 from torch import Tensor
 
 import kvaudit.audit.cache.attention
@@ -18,8 +18,6 @@ from kvaudit.audit.replay.learner_pass import suffix_logits
 from kvaudit.audit.sampling.decoding import Decoding, nucleus
 from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.core.errors import SpecError
-
-__all__ = ["CONFIGS", "left_padded", "prompts"]
 
 
 def test_gradient_through_the_shared_prompt_equals_the_unshared_one() -> None:

@@ -89,7 +89,7 @@ def test_only_what_rounding_could_decide_is_recorded() -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 3])
-def test_what_waits_to_be_looked_at_is_a_copy(slots: int) -> None:
+def test_entries_that_wait_for_examination_are_copies(slots: int) -> None:
     """A view would hold all that is exact, at every step of a layer, and change with it."""
     int8, exact = codec("int8"), torch.tensor([127.0, 3.499, 3.5012, 0.0]).repeat(1, 1, 9, 1)
     x, recorder = exact[:, :, :slots], HintRecorder(int8, 1)
@@ -100,7 +100,7 @@ def test_what_waits_to_be_looked_at_is_a_copy(slots: int) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 40, 500])  # elements: of a part of a token, of slots of a row, of two rows
-def test_looking_piece_by_piece_finds_the_same(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hints_are_the_same_whatever_the_size_of_a_piece(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x, found = torch.randn(3, 2, 11, 8, generator=torch.Generator().manual_seed(4)), []
     codes, parameters = encode_tokens(x, codec("int8"))
     at = torch.arange(11, dtype=torch.int32).expand(3, 2, 11)
@@ -231,7 +231,7 @@ def test_members_of_a_group_have_the_hints_of_the_prompt_in_common() -> None:
     assert torch.equal(*prompt)
 
 
-def test_other_weights_leave_the_hints_aside() -> None:
+def test_hints_are_not_used_under_other_weights() -> None:
     loaded = shared(**WIDE)
     played = two_turns(loaded, "int8", lengths=(150,))
     other = random_model(dtype=torch.float32, spread=0.2, attention="kvaudit")

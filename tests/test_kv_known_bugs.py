@@ -62,7 +62,7 @@ def test_a_budget_is_kept_to_the_entry(budget: int) -> None:
     assert {len(head) for layer in held(evicting.ledger(100)[0]) for head in layer} == {budget}
 
 
-def test_what_left_is_freed() -> None:
+def test_memory_of_evicted_entries_is_freed() -> None:
     """No tensor that the cache reaches, nor the storage behind it, is as long as the text."""
     past = CompressedCache.for_model(model := random_model(), "streaming:budget=16,sink=2,chunk=16")
     with torch.no_grad():

@@ -68,12 +68,6 @@ def test_equal_ledgers_have_equal_hashes(tmp_path: Path) -> None:
     assert len(hashes) == 1
 
 
-def test_ledger_of_a_long_rollout_is_its_integers_and_little_more(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.safetensors"
-    save_ledgers(path, [rollout(tokens=4000, layers=16, heads=8)], POLICY)
-    assert path.stat().st_size <= 4 * 16 * 8 * 4000 * 1.05
-
-
 def test_changed_ledger_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ledger.safetensors"
     sha256 = save_ledgers(path, [rollout()], POLICY)
@@ -125,7 +119,6 @@ def test_numbers_that_contradict_each_other_are_damage(tmp_path: Path, change: d
 def test_the_file_takes_two_bytes_per_entry_and_nine_per_token(tmp_path: Path) -> None:
     path, tokens, layers, heads = tmp_path / "ledger.safetensors", 4000, 8, 2
     save_ledgers(path, [rollout(tokens, layers, heads)], POLICY)
-    assert path.stat().st_size <= 1.05 * 4 * layers * heads * tokens
     assert path.stat().st_size < 2 * layers * heads * tokens + 9 * tokens + 1500
 
 

@@ -161,7 +161,7 @@ def test_only_full_attention_is_evicted_and_states_count_as_bytes() -> None:
     assert past.bytes - sum(layer.store.bytes for layer in past.layers) == 2 * 8 * (4 * 64 + 4 * 64)
 
 
-def test_what_a_policy_governs_is_said() -> None:
+def test_the_layers_that_a_policy_governs_are_described() -> None:
     said = {name: describe_governed_layers(CONFIGS[name]) for name in ("qwen3-next", "gpt-oss", "llama-gqa")}
     assert said == {
         "qwen3-next": "evicts 2 of 3 layers; the others are linear and keep their state",

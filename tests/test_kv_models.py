@@ -195,7 +195,7 @@ if hasattr(transformers, "HrmTextConfig"):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_compressed_is_one_line(name: str) -> None:
+def test_models_that_cannot_be_compressed_are_one_line_errors(name: str) -> None:
     config, words = REFUSED[name]
     torch.manual_seed(0)
     made = AutoModelForCausalLM.from_config(deepcopy(config)).eval()

@@ -82,7 +82,7 @@ def test_logits_of_runs_in_blocks_are_those_of_what_their_codes_stand_for(
 
 
 @pytest.mark.parametrize("policy", CODECS)
-def test_what_is_no_number_stays_none(policy: str) -> None:
+def test_a_nan_is_still_one_after_coding(policy: str) -> None:
     """A model that overflows is not mended by its codes; entries that are all alike are what they were."""
     codec, held = codec_of(policy), drawn(2, 3, 40, 16)
     held[0, 1, 5, 3] = torch.nan
@@ -111,7 +111,7 @@ def test_a_scale_of_every_head_that_all_tokens_share_is_no_token_s_own() -> None
 
 @pytest.mark.parametrize("part", [0, 1])
 @pytest.mark.parametrize("policy", CODECS)
-def test_blocks_that_begin_a_token_late_would_show(policy: str, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_shifted_by_a_token_give_other_products(policy: str, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cut_into(WHOLE, monkeypatch)
     right = logits_and_mix(policy, 39)[part]
     cut_into(Block(1, 16), monkeypatch)

@@ -1,4 +1,4 @@
-"""What once went wrong without a word, each held by a figure: the sampler and its shadow shared the mistake."""
+"""Faults that once gave wrong numbers without an error, because sampler and shadow pass shared the mistake."""
 
 from __future__ import annotations
 
@@ -102,8 +102,14 @@ def test_a_hole_in_a_mask_is_not_attended_to(policy: str) -> None:
         assert worst(replayed[row, both[row].bool()], torch.cat(expected)) < 1e-12
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "phi"])
-@pytest.mark.parametrize("policy", EVERY_RANKING)
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        *(("llama-gqa", policy) for policy in EVERY_RANKING),
+        *(("gemma3", policy) for policy in EVERY_RANKING[1::2]),
+        *(("phi", policy) for policy in EVERY_RANKING[::2]),
+    ],
+)
 def test_left_padded_generation_is_replayed_to_the_last_digit(name: str, policy: str) -> None:
     model, drawn = stock(name), []
     ids, positions = left_padded(prompts(40, 23, 9))

@@ -1,4 +1,4 @@
-"""Companions: more processes on one run, whose failure costs time and nothing else, and who end with their parent."""
+"""Extra workers of a run: their failure stops nothing, and they end with their parent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ with local.local_workers(2, Job([], Path(sys.argv[2]), Path()), print) as starte
 
 @pytest.fixture
 def endless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Companions that end only if somebody ends them."""
+    """Workers that end only if somebody ends them."""
     monkeypatch.setattr(local, "PROGRAM", (sys.executable, "-c", TIED))
 
 
@@ -48,21 +48,10 @@ def is_alive(pid: int) -> bool:
     return bool(state.strip()) and not state.startswith("Z")
 
 
-def test_a_failing_companion_is_said_and_does_not_stop_the_body(tmp_path: Path) -> None:
-    said: list[str] = []
-    with local_workers(
-        1, Job(["run", "--join", "--no-such-option"], tmp_path / "logs", tmp_path), said.append
-    ) as started:
-        started[0].process.wait()
-    assert len(said) == 1
-    assert said[0].startswith("worker 1 stopped with exit code 2; its claims go back to the others; see ")
-    assert "No such option" in (tmp_path / "logs" / "worker-1.log").read_text()
-
-
 @pytest.mark.parametrize(
     ("number", "name"), [(signal.SIGKILL, "SIGKILL (out of memory?)"), (signal.SIGSEGV, "SIGSEGV")]
 )
-def test_a_companion_that_is_killed_is_named(tmp_path: Path, endless: None, number: signal.Signals, name: str) -> None:
+def test_a_worker_that_is_killed_is_named(tmp_path: Path, endless: None, number: signal.Signals, name: str) -> None:
     said: list[str] = []
     with local_workers(2, Job([], tmp_path / "logs", tmp_path), said.append) as started:
         wait_for(tmp_path / "logs" / "worker-2.log")
@@ -74,7 +63,7 @@ def test_a_companion_that_is_killed_is_named(tmp_path: Path, endless: None, numb
     assert raised.startswith(f"worker 2 was killed by {name}; its claims go back")
 
 
-def test_companions_are_stopped_when_the_body_fails(tmp_path: Path, endless: None) -> None:
+def test_workers_are_stopped_when_the_body_fails(tmp_path: Path, endless: None) -> None:
     said: list[str] = []
     started: list[ExtraWorker] = []
 
@@ -90,7 +79,7 @@ def test_companions_are_stopped_when_the_body_fails(tmp_path: Path, endless: Non
     assert said == []
 
 
-def test_all_companions_are_asked_to_end_before_one_of_them_is_waited_for(
+def test_all_workers_are_asked_to_end_before_one_of_them_is_waited_for(
     tmp_path: Path, endless: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
@@ -107,15 +96,14 @@ def test_all_companions_are_asked_to_end_before_one_of_them_is_waited_for(
     assert calls[:3] == ["ask_to_end 1", "ask_to_end 2", "stop 1"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_companions_end_with_their_parent(tmp_path: Path, number: signal.Signals) -> None:
+def test_workers_end_with_their_parent(tmp_path: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT, TIED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pids = [int(word) for word in parent.stdout.readline().split()]
     assert len(pids) == 2
     for log in ("worker-1.log", "worker-2.log"):
         wait_for(tmp_path / log)
-    parent.send_signal(number)
+    parent.kill()
     parent.communicate()
     while any(map(is_alive, pids)):  # for ever, and the test's own limit ends it, where they outlive their parent
         time.sleep(0.01)
@@ -123,7 +111,7 @@ def test_companions_end_with_their_parent(tmp_path: Path, number: signal.Signals
         assert "the process that started this worker has ended" in (tmp_path / log).read_text()
 
 
-def test_a_companion_leaves_an_interrupt_of_the_terminal_to_its_parent(tmp_path: Path, endless: None) -> None:
+def test_a_worker_leaves_an_interrupt_of_the_terminal_to_its_parent(tmp_path: Path, endless: None) -> None:
     said: list[str] = []
     with local_workers(1, Job([], tmp_path / "logs", tmp_path), said.append) as started:
         wait_for(tmp_path / "logs" / "worker-1.log")

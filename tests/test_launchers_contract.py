@@ -325,7 +325,7 @@ def test_a_folder_that_a_node_does_not_see_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("visible", "turns"), [("3,5", ["5", "3", "5"]), (None, [None] * 3)])
-def test_companions_take_the_gpus_in_turn(
+def test_workers_take_the_gpus_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, turns: list[str | None]
 ) -> None:
     if visible is None:

@@ -1,7 +1,4 @@
-"""What a person waits for who asks nothing of a model: these commands load no torch, and each says so itself.
-
-Those that stand together are asked one after the other in a process of theirs.
-"""
+"""Commands that need no model load no torch: several are called in one process, which says what each has loaded."""
 
 from __future__ import annotations
 

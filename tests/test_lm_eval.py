@@ -78,9 +78,9 @@ def refusal(name: str) -> str:
 def test_a_task_is_answered_under_a_policy_as_by_the_sampler_itself_token_for_token(
     model: LoadedModel, policy: str
 ) -> None:
-    asked = items("door", 8)
+    asked = items("door", 4)
     sampler, decoding = Sampler(model, parse_policy(policy)), Decoding(12, temperature=0.8)
-    rows = play(sampler, [(suite("door"), item) for item in asked], decoding, list(range(8)))
+    rows = play(sampler, [(suite("door"), item) for item in asked], decoding, list(range(4)))
     for seed, (item, played) in enumerate(zip(asked, rows, strict=True)):
         written = row(number_of(item))
         prompt = model.chat.prompt([Message(Role.SYSTEM, written["system"]), Message(Role.USER, written["user"])])
@@ -228,7 +228,7 @@ def test_a_version_is_the_tasks_its_configuration_and_its_documents(
         ("door@a@b", "names no task; write lm-eval:TASK"),
     ],
 )
-def test_what_cannot_be_a_suite_is_one_line(name: str, wanted: str) -> None:
+def test_tasks_that_cannot_be_suites_are_one_line_errors(name: str, wanted: str) -> None:
     assert wanted in refusal(name)
     assert "\n" not in refusal(name)
 
@@ -264,7 +264,7 @@ def test_a_prompt_longer_than_the_context_is_the_users_error() -> None:
         items("door", context_tokens=20)
 
 
-def test_what_the_metric_cannot_grade_is_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_the_metric_cannot_grade_is_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
     (item,) = items("door", 1)
     task = suite("door")._task  # type: ignore[attr-defined]
     monkeypatch.setattr(task.task, "process_results", lambda *_: {}["x"])
@@ -347,11 +347,11 @@ def test_a_metric_that_never_ends_leaves_one_answer_unscored(monkeypatch: pytest
     assert left <= before
 
 
-def test_no_command_loads_the_harness_before_it_is_asked_for() -> None:
+def test_no_command_loads_a_harness_before_it_is_asked_for() -> None:
     first = "import sys, kvaudit.audit.cli; from kvaudit.suites.base import SUITES; SUITES.all()"
-    code = f"{first}; print('lm_eval' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
-    assert not [name for name in SUITES.all() if name.startswith("lm-eval")]
+    code = f"{first}; print({{'lm_eval', 'inspect_ai'}} & {{*sys.modules}})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+    assert not [name for name in SUITES.all() if name.startswith(("lm-eval", "inspect"))]
 
 
 def test_payloads_are_plain_json() -> None:

@@ -69,11 +69,12 @@ def scores(samples: list[dict[str, Any]]) -> list[float]:
     return [response[0][0] for sample in samples for response in sample["resps"]]
 
 
-@pytest.mark.parametrize("chat", [True, False])
-@pytest.mark.parametrize("task", ["door", "door_shots", "door_stop"])
+@pytest.mark.parametrize(
+    ("task", "chat"), [("door", True), ("door_shots", True), ("door_shots", False), ("door_stop", False)]
+)
 def test_uncompressed_answers_equal_those_of_the_harness(tasks: Path, task: str, chat: bool) -> None:
     ours, theirs = (
-        evaluated(model, tasks, task, chat=chat, limit=6) for model in (served(batch_size=4), harness_own())
+        evaluated(model, tasks, task, chat=chat, limit=5) for model in (served(batch_size=4), harness_own())
     )
     assert answers(ours) == answers(theirs)
     assert [sample["exact_match"] for sample in ours] == [sample["exact_match"] for sample in theirs]
@@ -82,7 +83,7 @@ def test_uncompressed_answers_equal_those_of_the_harness(tasks: Path, task: str,
 
 @pytest.mark.parametrize("chat", [True, False])
 def test_uncompressed_scores_equal_those_of_the_harness(tasks: Path, chat: bool) -> None:
-    ours, theirs = (evaluated(m, tasks, "door_choice", chat=chat) for m in (served(), harness_own()))
+    ours, theirs = (evaluated(m, tasks, "door_choice", chat=chat, limit=5) for m in (served(), harness_own()))
     assert scores(ours) == pytest.approx(scores(theirs), abs=1e-4)
     assert [sample["acc"] for sample in ours] == [sample["acc"] for sample in theirs]
     assert [sample["resps"][0][0][1] for sample in ours] == [sample["resps"][0][0][1] for sample in theirs]
@@ -124,7 +125,7 @@ def test_a_pinned_role_needs_a_chat(tasks: Path) -> None:
 
 
 def test_an_answer_continues_its_given_beginning(tasks: Path) -> None:
-    ours, theirs = (evaluated(model, tasks, "door_begun") for model in (served(), harness_own()))
+    ours, theirs = (evaluated(model, tasks, "door_begun", limit=5) for model in (served(), harness_own()))
     assert answers(ours) == answers(theirs)
 
 

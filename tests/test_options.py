@@ -21,6 +21,5 @@ def test_a_temperature_that_a_spec_refuses_is_refused(value: str) -> None:
     assert "wanted 0, or 0.001 to 100" in refused("replay", "verify", "x", f"--temperature={value}")
 
 
-@pytest.mark.parametrize("value", ["inf"])
-def test_a_tolerance_that_explains_everything_is_refused(value: str) -> None:
-    assert "--tolerance is" in refused("replay", "verify", "x", f"--tolerance={value}")
+def test_an_infinite_tolerance_is_refused() -> None:
+    assert "--tolerance is" in refused("replay", "verify", "x", "--tolerance=inf")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -80,7 +78,6 @@ def test_the_wheel_of_the_sdist_holds_every_file_of_the_package(wheel: Path) -> 
 
 
 def test_the_wheel_works_outside_of_the_source_tree(unpacked: Path, tmp_path: Path) -> None:
-    assert launched(unpacked, "kvaudit", "--help").stdout.startswith("Usage: ")
     policies = launched(unpacked, "kvaudit", "list", "policies")
     assert (policies.returncode, "snapkv" in policies.stdout) == (0, True), policies.stderr
     gate = launched(unpacked, "kvaudit", "gate", build(tmp_path / "run", tiny()))
@@ -94,19 +91,6 @@ def test_a_checkout_without_symlinks_can_be_imported(tmp_path: Path) -> None:
     subprocess.run(words, cwd=ROOT, check=True)
     assert (tmp_path / "audit").is_file(), "a link is a file that names its target"
     assert launched(tmp_path, "kvaudit", "--help").returncode == 0
-    links = {"audit", "reports", "suites"}
-    assert all((ROOT / name).is_symlink() for name in links)
-    for path in (tmp_path / "kvaudit").rglob("*.py"):
-        assert not links & set(imported(path)), path
-
-
-def imported(path: Path) -> Iterator[str]:
-    """The top-level packages that a file imports, also inside functions."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield (node.module or "").partition(".")[0]
 
 
 @pytest.mark.slow

@@ -208,7 +208,7 @@ def test_bfloat16_is_left_alone_where_the_processor_cannot() -> None:
 
 
 @pytest.mark.usefixtures("all_large")
-def test_whoever_answers_packs_and_whoever_learns_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_packed_for_answering_and_not_for_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """The evaluator, the server and the harness, by the models that their samplers are given."""
     model, sampled = load_model(), list[Any]()
 

@@ -52,13 +52,13 @@ SPEC = """
 name: pilot
 model: embedded
 evaluate:
-  policies: [none, "snapkv:budget=112,window=16,interval=8", "kivi:bits=4"]
+  policies: [none, "snapkv:budget=56,window=16,interval=8", "kivi:bits=4"]
   suites: {refusal: {items: 36}}
-  context_tokens: [192]
+  context_tokens: [96]
   temperature: 1.0
-  batch_tokens: 2400
+  batch_tokens: 1200
   pilot: PILOT
-gate: {primary: ["snapkv:budget=112,window=16,interval=8"]}
+gate: {primary: ["snapkv:budget=56,window=16,interval=8"]}
 """
 
 
@@ -153,13 +153,13 @@ def test_the_pilot_is_the_reference_s_under_none_and_the_gated_policies(with_pil
 
 
 def test_what_the_pilot_answered_is_not_played_again(
-    with_pilot: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    with_pilot: RunFolder, memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = open_run(shutil.copytree(with_pilot.path, tmp_path / "run"), with_pilot.spec, resume=True)
     shutil.rmtree(run.records)
     run.records.mkdir()
     asked: list[int] = []
-    plain = evaluate.play
+    plain = played_once(memory)
 
     def counted(sampler: Any, suite_items: Sequence[tuple[Suite, Item]], *rest: Any, **more: Any) -> list[GradedRow]:
         asked.append(len(suite_items))
@@ -175,24 +175,12 @@ class Killed(BaseException):
     """What ends a process at once."""
 
 
-@pytest.mark.parametrize("after", [0, 3, 6])
+@pytest.mark.parametrize("after", [3, 6, 8])
 def test_a_kill_at_any_batch_changes_nothing(
     with_pilot: RunFolder, memory: Memory, tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluate, "play", played_once(memory))
-    assert_a_kill_changes_nothing(with_pilot, tmp_path, after, monkeypatch)
-
-
-def test_what_a_model_says_after_a_kill_is_what_it_said(
-    with_pilot: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_a_kill_changes_nothing(with_pilot, tmp_path, 8, monkeypatch)
-
-
-def assert_a_kill_changes_nothing(
-    with_pilot: RunFolder, tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
     """A run that is killed after so many batches goes on to the same records."""
+    monkeypatch.setattr(evaluate, "play", played_once(memory))
     run = open_run(tmp_path / "run", with_pilot.spec, resume=False)
     left, plain = [after], Evaluator._play_batch
 
@@ -317,7 +305,7 @@ def test_auto_and_all_are_held_to_a_round(items: str) -> None:
     assert (len(found.value.lines), found.value.exit_code) == (1, 2)
 
 
-def test_what_nothing_gates_can_always_run() -> None:
+def test_a_spec_without_a_gate_can_always_run() -> None:
     text = "{name: a, evaluate: {policies: [none], suites: {refusal: {items: 3}}, context_tokens: [300]}}"
     assert not list(impossible_cells(parse_spec(text, "spec", NAMES), words))
 
@@ -344,9 +332,7 @@ def test_the_fewest_items_that_can_pass() -> None:
     ("differing", "pairs", "planned"),
     [(0, 33, 0.05), (0, 200, 0.05), (0, 11, 0.1184), (3, 33, 0.1499), (0, 0, 0.10)],
 )
-def test_churn_is_planned_with_at_its_upper_end_and_never_at_nothing(
-    differing: int, pairs: int, planned: float
-) -> None:
+def test_the_planned_churn_is_an_upper_bound_and_never_zero(differing: int, pairs: int, planned: float) -> None:
     assert planned_discordance(differing, pairs) == pytest.approx(planned, abs=5e-4)
 
 
@@ -360,7 +346,7 @@ def test_more_churn_takes_more_items() -> None:
     assert few.chance >= 0.8
 
 
-def test_what_cannot_reach_the_power_takes_what_there_is_and_says_its_chance() -> None:
+def test_a_plan_that_cannot_reach_the_power_takes_all_items_and_says_its_chance() -> None:
     found = plan_items(ROUND, UNSAFE, design(0.3), 864)
     assert found.items == 864
     assert found.chance < 0.8
@@ -375,7 +361,7 @@ model: embedded
 evaluate:
   policies: [none, int8]
   suites: {math: {items: auto}, refusal: {items: all}}
-  context_tokens: [192]
+  context_tokens: [96]
   batch_tokens: 24576
 gate: {margins: {math: 5, refusal: 5}}
 """
@@ -438,7 +424,7 @@ model: {model}
 evaluate:
   policies: [none, "streaming:budget=64,sink=4,window=8"]
   suites: {{math: {{items: 60, max_new_tokens: 1}}}}
-  context_tokens: [900]
+  context_tokens: [400]
 gate: {{margins: {{math: 5}}}}
 """
 
@@ -507,7 +493,7 @@ def test_a_limited_run_is_a_try_and_told_so(tmp_path: Path, tiny_folder: Path) -
 def test_a_pilot_that_runs_out_of_positions_is_one_line(tmp_path: Path, tiny_folder: Path) -> None:
     spec = tmp_path / "spec.yaml"
     text = MUTE.format(model=tiny_folder).replace("items: 60, max_new_tokens: 1", "items: auto")
-    spec.write_text(text.replace("[900]", "[900000]"))
+    spec.write_text(text.replace("[400]", "[900000]"))
     code, _, err = kvaudit("run", spec, "--out", tmp_path / "run", "--threads", 1)
     assert (code, len(err.splitlines())) == (2, 1)
     assert "lower context_tokens" in err
@@ -525,7 +511,7 @@ def test_a_pilot_that_runs_out_of_positions_is_one_line(tmp_path: Path, tiny_fol
         ("pilot: 24", "pilot: 48", "evaluate.pilot is 48, suite refusal has 36 items; leave pilot out, or give"),
     ],
 )
-def test_what_cannot_be_asked_is_one_line(old: str, new: str, message: str) -> None:
+def test_impossible_numbers_of_items_are_one_line_errors(old: str, new: str, message: str) -> None:
     text = SPEC.replace("PILOT", "24").replace(old, new)
     with pytest.raises(SpecError) as found:
         parse_spec(text, "spec", NAMES)
@@ -544,7 +530,7 @@ def test_a_probe_wants_numbers() -> None:
         parse_spec(text, "spec", NAMES)
 
 
-def test_specs_from_before_keep_their_hash() -> None:
+def test_specs_without_a_pilot_keep_their_hash() -> None:
     text = "{name: a, evaluate: {policies: [none], suites: {math: {items: 2}}, context_tokens: [64]}}"
     written = parse_spec(text, "spec", NAMES).written()["evaluate"]
     assert "pilot" not in written
@@ -624,7 +610,7 @@ def test_items_that_hold_enough_templates_too_unevenly_are_told_so() -> None:
 
 
 @pytest.mark.parametrize(("templates", "needs"), [(58, "items have 58"), (59, "items have 59"), (72, "items have 72")])
-def test_what_is_short_is_never_told_a_number_that_it_has(templates: int, needs: str) -> None:
+def test_a_shortfall_with_enough_templates_is_called_uneven(templates: int, needs: str) -> None:
     line = Shortfall(Metric("math", None, 0.05), 96, templates, 59, 72, 59).line
     assert needs in line
     assert ("some of them larger than this margin allows" in line) == (templates >= 59)

@@ -283,7 +283,7 @@ def test_options_of_a_design_are_refused_of_a_run(tmp_path):
     assert "leave out --margin, --items-per-cluster" in " ".join(done.stderr.split())
 
 
-def test_what_is_no_run_has_no_plan(tmp_path):
+def test_a_folder_without_a_run_has_no_plan(tmp_path):
     done = CliRunner().invoke(app, ["plan", str(tmp_path)])
     assert (done.exit_code, len(done.stderr.strip().splitlines())) == (2, 1)
     assert "give the folder of a run" in done.stderr

@@ -1,4 +1,4 @@
-"""Each rule against a naive re-derivation in numpy, 100 draws each: the same entries stay, ties included.
+"""Each rule against a naive re-derivation in numpy, 50 draws each: the same entries stay, ties included.
 
 Nothing here is shared with the product: scores are sums in float64 loops, and what stays is picked by sorting.
 """
@@ -23,7 +23,7 @@ from kvaudit.audit.policies import Policy, Quantiser, View, parse_policy
 
 Array = np.ndarray[Any, Any]
 SEEN = 41
-DRAWS = draws(100)
+DRAWS = draws(50)
 
 
 def view(seed: int, *, window: int = 4, slots: int = 20, batch: int = 2, groups: int = 2) -> View:

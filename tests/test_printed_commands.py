@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,20 @@ def printed(page: Path) -> Iterator[list[str]]:
 PRINTED = {page: commands for page in PAGES if (commands := list(printed(page)))}
 
 
-def parsed(words: list[str]) -> Any:
-    """What the command line makes of the words, with every command doing nothing; raises for what it refuses."""
+@cache
+def idle_command_line() -> Any:
+    """The command line, with every command doing nothing."""
     root = get_command(app)
     commands = [root]
     for command in commands:
         commands += getattr(command, "commands", {}).values()
         command.callback = None
-    return root.main(words, prog_name="kvaudit", standalone_mode=False)
+    return root
+
+
+def parsed(words: list[str]) -> Any:
+    """Return what the command line makes of the words; raises for what it refuses."""
+    return idle_command_line().main(words, prog_name="kvaudit", standalone_mode=False)
 
 
 @pytest.mark.parametrize("page", PRINTED, ids=lambda page: str(page.relative_to(ROOT)))
@@ -57,7 +64,7 @@ def test_a_command_that_is_not_there_is_noticed(words: list[str]) -> None:
         parsed(words)
 
 
-def test_what_needs_no_model_runs_as_it_is_printed() -> None:
+def test_printed_commands_that_need_no_model_run() -> None:
     alone = [words for commands in PRINTED.values() for words in commands if words[0] == "plan"]
     assert alone
     for words in alone:

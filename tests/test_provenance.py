@@ -74,7 +74,7 @@ def test_a_run_notes_nothing_beside_damage(tmp_path: Path) -> None:
         RunFolder(tmp_path, load_spec(tmp_path / "spec.yaml", NAMES)).note(policies={"none": "x"})
 
 
-def test_what_is_absent_or_not_known_yet_is_no_damage(tmp_path: Path) -> None:
+def test_absent_and_unfinished_entries_are_no_damage(tmp_path: Path) -> None:
     story = {"finished": None, "threads": None, "inputs": {}, "gate_pin": {"format": 1}}
     assert check_provenance(story, tmp_path) is story
 
