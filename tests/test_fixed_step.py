@@ -190,7 +190,7 @@ def test_a_planted_read_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_planted_buffer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    add = LastQueries.add
+    add = LastQueries.add_step
     earlier = []  # kept, or the allocator may give a new buffer the address of one before
 
     def replaces(self: LastQueries, *rest: Any, **options: Any) -> None:
@@ -198,7 +198,7 @@ def test_a_planted_buffer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         earlier.append(self._queries)
         self._queries = self._queries.clone()
 
-    monkeypatch.setattr(LastQueries, "add", replaces)
+    monkeypatch.setattr(LastQueries, "add_step", replaces)
     step = open_step("snapkv:budget=64,window=8,interval=16")
     keys = []
     for _ in range(3):

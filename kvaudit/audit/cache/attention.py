@@ -71,7 +71,7 @@ class AttentionCall(NamedTuple):
 class KVHandler(Protocol):
     """The object passed to a model's forward as ``kv=``, which computes the attention of every layer.
 
-    ``routes``, if any, gets the experts that each mixture-of-experts block selects. Layers of linear attention call
+    ``routes``, if any, is told which experts every mixture-of-experts block selects. Layers of linear attention call
     its method ``carry`` instead of ``attend`` (``kvaudit.audit.cache.layers``).
     """
 

@@ -37,8 +37,9 @@ class Forward(NamedTuple):
     the same device: the tokens of each row; ``longest``: those of the longest row. ``is_first``: the cache is empty,
     and padding is on the right, where causal attention never lets a real token see it. ``coded``: how many keys and
     values of each row are quantised now, None without a quantiser. ``first_position``: the position of the first query,
-    if it is the same in all rows and none has padding. ``next_query`` int32 [B, 1, 1] is ``seen`` in the shape that
-    layers need. ``real`` bool [B, Q], on the CPU, is False at padding; ``no_padding``: it is True everywhere.
+    if it is the same in all rows and none has padding. ``positions_by_head`` [B, 1, Q] is ``positions`` and
+    ``next_query`` int32 [B, 1, 1] is ``seen``, in the shapes that layers need. ``real`` bool [B, Q], on the CPU, is
+    False at padding; ``no_padding``: it is True everywhere.
     """
 
     positions: Tensor
@@ -48,6 +49,7 @@ class Forward(NamedTuple):
     is_first: bool
     coded: tuple[Counts, Counts] | None
     first_position: int | None
+    positions_by_head: Tensor
     next_query: Tensor
     real: Tensor
     no_padding: bool
@@ -90,13 +92,12 @@ class CachedLayer:
         self._sink_logits: Tensor | None = None  # of the last call, [G*H]
         self.bytes = 0
 
-    # --- updates by a forward -----------------------------------------------------------------------------------------
+    # --- what a forward brings ----------------------------------------------------------------------------------------
 
     def append(self, call: AttentionCall, forward: Forward) -> None:
-        """Append the keys and values of a call, and quantise what is due before its queries attend."""
         self._scaling, self._sink_logits = call.scaling, call.sink_logits
         max_slots = self.schedule.max_slots
-        self.store.append(call.key, call.value, forward.positions, forward.first_position, max_slots=max_slots)
+        self.store.append(call.key, call.value, forward.positions_by_head, forward.first_position, max_slots=max_slots)
         if self._extremes:
             self._extremes.add(call.key, forward.positions, forward.longest)
         self.flush(forward, on_write=True)
@@ -300,7 +301,7 @@ class CachedLayer:
     def view(self, rows: Tensor | slice, forward: Forward, row_keys: RowKeys, *, packed: bool) -> View:
         """Return the ``View`` of some rows: what the policy needs to rank their entries.
 
-        ``packed``: entries are in order of position, with no empty slots between them.
+        ``packed``: entries stand in order of position, with no empty slots between them.
         """
         store, moments, centres = self.store, self._moments, self._centres
         if packed and not (self._is_full and store.ordered):
@@ -413,7 +414,7 @@ class CachedLayer:
 
     def _keep(self, kept: Tensor, forward: Forward) -> None:
         """Drop the slots where ``kept`` [B, H, length] is False; as many slots remain as the fullest head needs."""
-        # how heads share a budget is known on the device only, so reading it waits for the device
+        # how heads share a budget is known on the device only, so this waits for it
         width = int(kept.sum(-1).max()) if self.evictor.shares_heads else self.counts.largest
         self.store.keep(kept, width, forward.next_query, forward.longest)
 

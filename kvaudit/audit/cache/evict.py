@@ -66,7 +66,7 @@ def attention_mass(
         logits = torch.einsum("bhgqd,bhkd->bhgqk", packed, keys[:, :, :reach]).mul_(scaling)  # [B, H, G, q, reach]
         # slots that the block's first query sees are seen by all of its queries and need no mask
         unmasked = 0 if before is None else before + start + 1
-        # None: layers with a sliding window are ranked by position, so their mass is never computed
+        # without a window: a layer with its own window is ranked by that alone, and no policy asks for its mass
         if unmasked < reach:
             hidden = ~visibility_mask(at, positions[:, :, unmasked:reach], None)
             logits[..., unmasked:].masked_fill_(hidden[:, :, None], -float("inf"))

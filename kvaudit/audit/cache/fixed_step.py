@@ -289,6 +289,7 @@ class FixedStep:
             False,
             coded=None,
             first_position=self._newest if longest else None,
+            positions_by_head=positions[:, None],
             next_query=next_query,
             real=torch.empty(0),
             no_padding=False,

@@ -230,7 +230,7 @@ class UnitExtremes(LayerState):
 
 
 class MovingSinks(LayerState):
-    """The keys of StreamingLLM's sinks (first tokens), rotated again after every eviction.
+    """The keys of StreamingLLM's sinks (first tokens), rotated anew after every eviction.
 
     This has the effect of counting positions inside the cache. Recent entries and queries would all move by the same
     amount, so only the sinks have to move: towards the recent entries, by the number of entries evicted in between.

@@ -61,7 +61,7 @@ class DueEntries(NamedTuple):
 class QuantisedStore(Store):
     """The keys and values of one layer by slot (as in ``Store``), of which ``flush`` quantises those that are due.
 
-    The newest are exact and are in the tail, which covers the last slots.
+    The newest are exact and stand in the tail, which covers the last slots.
     """
 
     def __init__(
@@ -340,8 +340,15 @@ class QuantisedStore(Store):
             slots = int(is_exact.int().argmax()) if bool(is_exact.any()) else len(is_exact)
         if slots:
             self._start += slots
-            # copied, or the freed slots would stay in memory
-            self._tail = (self._tail[KEYS][:, :, slots:].clone(), self._tail[VALUES][:, :, slots:].clone())
+            self._tail = self._copy_tail(slots)
+
+    def _copy_tail(self, first: int) -> tuple[Tensor, Tensor]:
+        keys, values = self._tail
+        if first < keys.shape[2]:
+            return keys[:, :, first:].clone(), values[:, :, first:].clone()
+        if len(self._empty_tail[0]) != len(keys):  # made once: with many codecs every step leaves an empty tail
+            self._empty_tail = (keys[:, :, :0].clone(), values[:, :, :0].clone())
+        return self._empty_tail
 
     def _exact_entries(self, part: int, slots: slice) -> Tensor:
         tail, first, end = self._tail[part], slots.start - self._start, slots.stop - self._start

@@ -257,7 +257,7 @@ class SteppedStore(QuantisedStore):
         return torch.where(is_exact[:, None, :, None], self._rings[part].at(positions), decoded)
 
     def due_slots(self) -> tuple[Tensor, Tensor]:
-        """Return the slots [B] of the keys, and of the values, that this step quantises.
+        """Return where the entries stand that this step quantises: the slots [B] of the keys and of the values.
 
         A row in which no entry is due has an arbitrary slot.
         """

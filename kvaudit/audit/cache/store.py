@@ -92,7 +92,7 @@ class Store:
     def append(
         self, key: Tensor, value: Tensor, positions: Tensor, first_position: int | None, *, max_slots: int | None
     ) -> None:
-        """Append ``key`` [B, H, Q, D] and ``value`` at ``positions`` [B, Q].
+        """Append ``key`` [B, H, Q, D] and ``value`` at ``positions`` [B, 1, Q].
 
         ``first_position`` is the position of the first column if it is the same in all rows and none has padding. When
         the store grows, it allocates spare slots for later entries, but not more than ``max_slots`` slots in all.
@@ -101,7 +101,7 @@ class Store:
             self._create(key, value)
         start, end = self.length, self.length + key.shape[2]
         self._reserve(end, max_slots)
-        self._slots["positions"].narrow(2, start, end - start).copy_(positions[:, None])  # the same in all heads
+        self._slots["positions"].narrow(2, start, end - start).copy_(positions)  # the same in every head
         if self._accumulates:
             self._slots["mass"].narrow(2, start, end - start).zero_()
         self._fill(start, key, value, first_position)
@@ -227,7 +227,7 @@ class Store:
 
     def _pack(self, order: Tensor) -> None:
         width = order.shape[2]
-        # memory is freed once a ninth of it is unused, but not the slots that the next few tokens need
+        # memory is returned once a ninth is idle, but not what the next few tokens would ask for again
         shrink = self.slots > max(width + width // 8 + 2 * SLACK, self._least_slots)
         for name, tensor in self._slots.items():
             moved = gather_entries(tensor, order)
