@@ -1,9 +1,10 @@
 """A decode step on tensors of fixed addresses and shapes, which a GPU can capture and replay.
 
-One tensor of numbers holds what differs from step to step: tokens, positions, and the slots to write. A layer either
-grows, within slots allocated beforehand, whose empty ones are masked; or it holds exactly its budget, and the newest
-entry takes the slot of the evicted one within the step. Everything else that a policy does (other evictions, rows that
-join or leave) happens between two steps, by the operators of ``EvictingCache``.
+One tensor of numbers holds what differs from step to step: tokens, positions, and the slots to write. A step changes a
+layer in one of two ways. Either the layer grows into slots that were allocated beforehand, of which the empty ones are
+masked. Or it holds exactly its budget, and the newest entry takes the slot of the entry that the step evicts.
+Everything else that a policy does (other evictions, rows that join or leave) happens between two steps, by the
+operators of ``EvictingCache``.
 """
 
 from __future__ import annotations
@@ -166,9 +167,10 @@ class FixedStep:
         return all(not layer.moves_sinks and layer.can_replace(eviction, layer.store.length + 1) for layer in layers)
 
     def _lacks_room(self, layer: CachedLayer, longest: int) -> bool:
-        """Return whether a layer must grow before the step: it has no free slot, or the ledger is too narrow.
+        """Return whether a layer's slots (places for entries) or its ledger must grow before the step.
 
-        A slot is a place for one entry; the ledger must hold the time at which an entry is evicted.
+        If the step itself evicts, it needs a free slot, and a ledger wide enough to hold the time of the eviction.
+        Otherwise it needs a free slot, and slots reserved for later steps.
         """
         store = layer.store
         if layer.schedule in self._replacing:

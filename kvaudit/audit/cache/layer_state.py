@@ -19,7 +19,7 @@ from kvaudit.audit.policies import Centres, Extremes, Moments
 
 
 class LayerState:
-    """The base of what a layer keeps besides its cache entries: tensors [B, ...], empty until the first ``add``."""
+    """The base class of state that a layer keeps besides entries: tensors [B, ...], empty before the first ``add``."""
 
     _tensors: ClassVar[tuple[str, ...]]  # the names of the attributes that hold them
 
@@ -53,9 +53,9 @@ class LastQueries(LayerState):
         self._positions = torch.empty(0, dtype=torch.int32)  # [B, W], -1 = none
 
     def add(self, query: Tensor, positions: Tensor, *, real: Tensor) -> None:
-        """Add queries [B, N, Q, D] of N heads at positions [B, Q] (-1 = padding), for Q = 1 by ops of fixed shapes.
+        """Add queries [B, N, Q, D] of N heads at positions [B, Q] (-1 = padding).
 
-        ``real`` [B, Q], on the CPU, is False at padding; it is not used for Q = 1.
+        ``real`` [B, Q], on the CPU, is False at padding. For Q = 1 it is not used, and all operators have fixed shapes.
         """
         if not self._queries.numel():
             self._queries = query.new_zeros(*query.shape[:2], self._window, query.shape[3])
@@ -85,7 +85,7 @@ class LastQueries(LayerState):
     def of(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         """Return the last W queries [b, N, W, D] of N heads of some rows and their positions [b, W], oldest first.
 
-        Missing ones have position -1 and come first.
+        Missing queries have position -1 and come first.
         """
         queries, positions = self._queries[rows], self._positions[rows]
         # the oldest is at the place of the next query
@@ -105,7 +105,10 @@ def _write_queries(ring: Tensor, ring_positions: Tensor, query: Tensor, position
 
 
 class QueryMoments(LayerState):
-    """Sums for the mean and covariance of queries from position ``sink`` on; float32, in a float64 model float64."""
+    """The sums from which the mean and covariance of the queries at position ``sink`` and later are computed.
+
+    They are in float32, or in float64 if the model is.
+    """
 
     _tensors = ("_count", "_sum", "_outer")
 
@@ -142,7 +145,10 @@ class QueryMoments(LayerState):
 
 
 class QueryCentres(LayerState):
-    """Sums of the queries and of the lengths of their rotary channel pairs; float32, in a float64 model float64."""
+    """The sums from which the mean query, and the mean lengths of its rotary channel pairs, are computed.
+
+    They are in float32, or in float64 if the model is.
+    """
 
     _tensors = ("_count", "_sum", "_lengths")
 
@@ -177,7 +183,8 @@ class QueryCentres(LayerState):
 class UnitExtremes(LayerState):
     """The minimum and maximum of each channel over the keys of every run of ``unit`` positions.
 
-    Only for layers without eviction, since a minimum cannot forget a key. The tensors begin with a run for padding.
+    This is only for layers without eviction, since a minimum cannot forget a key. The first run of the tensors is for
+    padding.
     """
 
     _tensors = ("_low", "_high")
