@@ -33,12 +33,13 @@ from kvaudit.audit.policies import Selector, View
 class Forward(NamedTuple):
     """The current forward of B rows, as every layer needs it.
 
-    ``positions`` int32 [B, Q], on the model's device: the row positions of the queries, -1 = padding. ``seen`` [B], on
-    the same device: the tokens of each row; ``longest``: those of the longest row. ``is_first``: the cache is empty,
-    and padding is on the right, where causal attention never lets a real token see it. ``coded``: how many keys and
-    values of each row are quantised now, None without a quantiser. ``first_position``: the position of the first query,
-    if it is the same in all rows and none has padding. ``next_query`` int32 [B, 1, 1] is ``seen`` in the shape that
-    layers need. ``real`` bool [B, Q], on the CPU, is False at padding; ``no_padding``: it is True everywhere.
+    ``positions`` int32 [B, Q], on the model's device: the row positions of the queries, -1 = padding. ``decoding``: it
+    is a decode step. ``seen`` [B], on the same device: the tokens of each row; ``longest``: those of the longest row.
+    ``is_first``: the cache is empty, and padding is on the right, where causal attention never lets a real token see
+    it. ``coded``: how many keys and values of each row are quantised once the forward has ended, None without a
+    quantiser and in a ``FixedStep``. ``first_position``: the position of the first query, if it is the same in all rows
+    and none has padding. ``next_query`` int32 [B, 1, 1] is ``seen`` in the shape that layers need. ``real`` bool [B,
+    Q], on the CPU, is False at padding; ``no_padding``: it is True everywhere.
     """
 
     positions: Tensor

@@ -639,7 +639,7 @@ def _decode(
     """Return the keys or values [TILE, padded] that ``packed`` codes stand for, in ``dtype``.
 
     ``at`` = (row, head, slots [TILE], mask of the slots to read); ``first`` is the first slot of the tile. Entries at
-    positions below ``done`` are quantised.
+    positions below ``done`` are quantised. ``parameters`` are the result of ``_read_parameters``.
     """
     batch, head, _, _ = at
     numbers = _numbers_of(packed, LAYOUT)

@@ -25,7 +25,8 @@ _CONSTANT_SCALE = 1e-4  # scale of a group of equal numbers
 class Cast:
     """Storage in the torch type named ``dtype``; larger numbers are clipped to the largest one of the type.
 
-    Rounds to nearest, or with ``toward_zero`` (one-byte types only) drops the lower bits.
+    Numbers are rounded to the nearest one of the type. With ``toward_zero`` (one-byte types only) their lower bits are
+    dropped instead.
     """
 
     dtype: str

@@ -43,9 +43,9 @@ def why_not_fixed(cache: EvictingCache) -> str | None:
 class FixedStep:
     """The decode steps of a cache with a fixed number of rows; pass it to the model's forward as ``kv=``.
 
-    Usage, for each step: ``prepare`` loads the step's numbers and returns a key of all addresses and shapes that the
-    step uses; then the caller calls ``run``, or replays a run that it captured under an equal key; then ``finish``
-    updates the counts and evicts.
+    In each step, first call ``prepare``. It loads the step's numbers and returns a key that stands for all addresses
+    and shapes that the step uses. Then call ``run``, or replay a run that was captured under an equal key. Last call
+    ``finish``, which updates the counts and evicts.
     """
 
     routes = None

@@ -230,8 +230,8 @@ class MovingSinks(LayerState):
 
     This has the effect of counting positions inside the cache. Recent entries and queries would all move by the same
     amount, so only the sinks have to move: towards the recent entries, by the number of entries evicted in between.
-    They are always rotated from the keys as the model computed them, so that rounding does not add up. For serving
-    only.
+    They are always rotated from the keys as the model computed them, so that rounding does not add up. A replay cannot
+    do the same, so this is for serving only.
     """
 
     _tensors = ("_first", "_has_first")

@@ -300,8 +300,8 @@ class SteppedStore(QuantisedStore):
     def end_step(self, newest: int | None, keys_until: Counts, values_until: Counts) -> None:
         """Count the step's new entry, and quantise the groups of keys that are full now.
 
-        ``newest`` is the position of the entry, None if rows differ. Keys and values are codes at positions below
-        ``keys_until`` and ``values_until`` afterwards.
+        ``newest`` is the position of the entry, None if rows differ. Afterwards keys at positions below ``keys_until``
+        and values at positions below ``values_until`` are codes.
         """
         self._aligned = self._aligned and newest == self.length
         self.length += 1

@@ -82,9 +82,10 @@ class Composed(Policy):
 
 @dataclass(frozen=True)
 class Mixture(Policy):
-    """A mixture of policies; each request is served under one of them, drawn by the request's key.
+    """A mixture of policies; each request is served under one of them, drawn by the request's random key.
 
-    ``weights`` are the relative shares of requests, integers in lowest terms; empty: all equal.
+    ``weights`` are whole numbers, in lowest terms: how often each policy is drawn, relative to the others. If none are
+    given, all policies are drawn equally often.
     """
 
     parts: tuple[Policy, ...] = ()

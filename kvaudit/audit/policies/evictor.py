@@ -162,7 +162,7 @@ class Evictor(Policy):
 
     @property
     def across_layers(self) -> bool:
-        """Whether layers evict together, after the last one has attended, by the ranks that ``agreed`` returns."""
+        """Whether layers evict together, after the last of them has attended, by the ranks that ``agreed`` returns."""
         return False
 
     @property

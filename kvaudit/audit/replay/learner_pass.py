@@ -96,7 +96,7 @@ def suffix_states(
 ) -> tuple[Tensor, Tensor, LogitsHead]:
     """Return hidden states [B, R, D] that predict the suffix tokens, their valid mask [B, R], and the head for logits.
 
-    The states are the output of the model's decoder; the head turns them into logits. Arguments as in
+    The states are the output of the model's decoder; the head turns them into logits. The arguments are those of
     ``suffix_logits``.
     """
     with capture_states(model) as head:

@@ -146,7 +146,8 @@ def eviction_breach(rollout: Rollout, plans: Sequence[LayerPlan]) -> str | None:
     """Return the first rule of the policy that a ledger breaks, as text, or None; ``plans`` has one plan per layer.
 
     Rules: sink and window are kept; entries are evicted when the policy's schedule says and at no other time; each
-    eviction keeps exactly ``budget`` entries in every head; a sliding-window layer drops its oldest entries first.
+    eviction keeps exactly ``budget`` entries in every head, or on average over heads that share a budget; a
+    sliding-window layer drops its oldest entries first.
     """
     assert len(plans) == len(rollout.evicted_at), (len(plans), rollout.evicted_at.shape)
     for layer, (plan, evicted_at) in enumerate(zip(plans, rollout.evicted_at.long(), strict=True)):
