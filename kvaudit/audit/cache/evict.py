@@ -16,8 +16,8 @@ MANY_QUERIES = 1024  # from here on, most of a full product would be of slots th
 def visibility_mask(query_positions: Tensor, positions: Tensor, sliding_window: int | None) -> Tensor:
     """Return which slots each query sees, bool [B, H, Q, K], from the positions of queries and of slots.
 
-    ``query_positions`` are [B, Q], ``positions`` of the slots [B, H, K]. A padding query sees every slot, empty ones
-    too: its output is never used, but must stay finite.
+    ``query_positions`` are [B, Q], the ``positions`` of the slots [B, H, K]. A padding query sees every slot, empty
+    ones too: its output is never used, but must stay finite.
     """
     q, k = query_positions[:, None, :, None], positions[:, :, None]  # [B, 1, Q, 1] and [B, H, 1, K]
     visible = (k >= 0) & (k <= q)

@@ -169,8 +169,8 @@ class FixedStep:
     def _lacks_room(self, layer: CachedLayer, longest: int) -> bool:
         """Return whether a layer's slots (places for entries) or its ledger must grow before the step.
 
-        If the step itself evicts, it needs a free slot, and a ledger wide enough to hold the time of the eviction.
-        Otherwise it needs a free slot, and slots reserved for later steps.
+        If the step itself evicts, the layer needs a free slot, and a ledger wide enough to hold the time of the
+        eviction. Otherwise the layer needs a free slot, and slots reserved for later steps.
         """
         store = layer.store
         if layer.schedule in self._replacing:

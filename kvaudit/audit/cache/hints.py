@@ -3,7 +3,7 @@
 A replay computes with other rounding, so a value at a border may get the neighbouring code, which changes all that
 follows. The sampler therefore records the code of every value that has exactly one border within ``BAND`` times the
 largest magnitude in its token and head, and the shadow pass uses the recorded code. If the replay's value has no border
-nearby (``REACH``), the hint is forged or comes from other weights, and is not used.
+within ``REACH`` times that magnitude, the hint is forged or comes from other weights, and is not used.
 
 A hint is a uint16 word: 12 bits for the distance to the hint before, 4 bits for the low bits of the code's rank among
 all codes. Elements are numbered ``(((token * L + layer) * 2 + part) * H + head) * D + channel``, where part 0 is keys

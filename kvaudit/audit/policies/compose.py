@@ -2,8 +2,8 @@
 
 A composition is an evictor with a quantiser; a mixture draws one policy per request. ``snapkv:budget=96,window=8`` is
 one policy. ``snapkv:budget=96+kivi:bits=4`` evicts some entries and quantises the rest. In ``snapkv:budget=96@3|none``
-every request draws one of the two policies, the first three times as often. The YAML forms are ``{name: snapkv, budget:
-96}``, ``{compose: [...]}`` and ``{mixture: [...], weights: [...]}``.
+every request draws one of the two policies, the first three times as often. The YAML forms are
+``{name: snapkv, budget: 96}``, ``{compose: [...]}`` and ``{mixture: [...], weights: [...]}``.
 """
 
 from __future__ import annotations
