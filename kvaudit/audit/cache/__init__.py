@@ -6,11 +6,13 @@ number of real tokens before a token in its row. A slot is a place for an entry 
 ``stock`` serves ``model.generate``; all other callers make an ``EvictingCache`` (``cache``). It has one ``CachedLayer``
 per layer, which holds a ``Store`` of entries, or a ``QuantisedStore`` of codes, and a ``Schedule`` (``rows``).
 ``attention`` is the function that models call; ``evict`` has the arithmetic of eviction. The record consists of the
-``ledger``, the keys that queries selected (``selection``), the experts (``routing``) and the ``hints`` of codes.
+``ledger``, the keys that queries selected (``selection``), the experts (``routing``) and the rounding hints of codes
+(``hints``).
 
-Every class with one entry per row has two methods: ``reindex(rows)`` keeps the rows of an index, in its order and as
-often as it names them; ``join(other)`` appends the rows of another batch.
+Every class that holds data of each row has two methods. ``reindex(rows)`` keeps the rows that the index ``rows`` names,
+in its order; a row that is named twice is kept twice. ``join(other)`` appends the rows of another batch.
 
 Shapes in this package: B rows, L layers, H KV heads with G query heads each, Q queries, K entries, C slots, T tokens, D
-channels of a head; M mixture-of-experts blocks with k experts per token. Lower-case b is a part of the rows.
+channels of a head; M mixture-of-experts blocks with k experts per token. Lower-case b counts the rows of a part of the
+batch.
 """

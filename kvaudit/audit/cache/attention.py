@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 
 def skip_compile(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Exclude a function from ``torch.compile``: it runs Python code, and tensor sizes change at every step."""
+    """Exclude a function from ``torch.compile``: it runs Python code on tensors whose sizes change at every step."""
     plain: Callable[Arguments, Result] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return plain
 
@@ -56,8 +56,9 @@ class ExpertRoutes(Protocol):
 class AttentionCall(NamedTuple):
     """The arguments of one layer's attention: queries [B, G*H, Q, D], new keys and values [B, H, K, D].
 
-    B rows, H KV heads with G query heads each, D channels. ``sink_logits`` [G*H] take part in the softmax of every
-    query and have no value (gpt-oss).
+    B rows, H KV heads with G query heads each, D channels. ``scaling`` multiplies the products of queries and keys.
+    Some models (gpt-oss) have ``sink_logits`` [G*H]: one more logit per query head, which takes part in the softmax of
+    every query but adds no value.
     """
 
     layer: int
@@ -71,8 +72,8 @@ class AttentionCall(NamedTuple):
 class KVHandler(Protocol):
     """The object passed to a model's forward as ``kv=``, which computes the attention of every layer.
 
-    ``routes``, if any, is told which experts every mixture-of-experts block selects. Layers of linear attention call
-    its method ``carry`` instead of ``attend`` (``kvaudit.audit.cache.layers``).
+    If ``routes`` is not None, it gets the experts that each mixture-of-experts block selects. A layer of linear
+    attention calls the object's method ``carry`` instead of ``attend`` (see ``kvaudit.audit.cache.layers``).
     """
 
     @property
@@ -133,11 +134,11 @@ def attention(
 def grouped_attention(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float, sink_logits: Tensor | None = None
 ) -> Tensor:
-    """Compute softmax attention with grouped queries, without repeating keys: [B, G*H, Q, D].
+    """Return the softmax attention [B, G*H, Q, D] of grouped queries, where each KV head serves G query heads.
 
-    query [B, G*H, Q, D], key and value [B, H, K, D], visible bool [B or 1, H or G*H or 1, Q, K], or None if every query
-    sees every key. With ``sink_logits`` [G*H] ``visible`` may also be numbers, which are added to the logits. Every
-    query must see a key.
+    ``query`` is [B, G*H, Q, D], ``key`` and ``value`` [B, H, K, D]. ``visible`` bool [B or 1, H or G*H or 1, Q, K] says
+    which keys each query sees, None = all; every query must see at least one. With ``sink_logits`` [G*H] it may instead
+    hold numbers, which are added to the logits. Keys are repeated for the query heads only if many queries have a mask.
     """
     if sink_logits is not None:
         return _attention_with_sinks(query, key, value, visible, scaling, sink_logits)
@@ -212,7 +213,7 @@ def causal_mask(length: int, device: torch.device) -> Tensor:
 def query_blocks(queries: int, elements: int, *, start: int = 0, most: int | None = None) -> list[slice]:
     """Return slices of the queries from ``start`` on, each of at most ``most`` queries and MASK_ELEMENTS mask elements.
 
-    ``elements`` is the size of the mask per query. A slice has one query at least, even if its mask is larger.
+    ``elements`` is the number of mask elements per query. A slice has at least one query, even if its mask is larger.
     """
     step = max(1, min(MASK_ELEMENTS // elements, most or queries))
     return [slice(first, min(first + step, queries)) for first in range(start, queries, step)]
@@ -250,7 +251,7 @@ def inner_model(model: Any) -> Any:
 
 
 def require_model(model: Any) -> None:
-    """Raise SpecError unless ``model`` is a loaded transformers model; the message says how to get one from it."""
+    """Raise SpecError unless ``model`` is a loaded transformers model; the message says how to load or unwrap it."""
     if hasattr(type(model), "_supports_attention_backend"):
         return
     kind = type(model).__name__
@@ -270,8 +271,8 @@ def require_model(model: Any) -> None:
 def find_decoder(model: Any) -> Any:
     """Return the part of a causal model that computes its last hidden states.
 
-    Usually that is ``model.get_decoder()``. For ModernBERT's decoder, ``get_decoder`` returns the layer that makes the
-    logits, since its name is ``decoder`` too; the base model is returned instead.
+    Usually that is ``model.get_decoder()``. In ModernBERT's decoder the layer that makes the logits is named
+    ``decoder``, so ``get_decoder`` returns that layer; then the base model is returned instead.
     """
     decoder = model.get_decoder()
     return inner_model(model).base_model if decoder is model.get_output_embeddings() else decoder

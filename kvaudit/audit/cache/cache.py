@@ -1,8 +1,8 @@
 """The compressing cache: in each forward every query attends, and then the policy evicts or quantises entries.
 
-When each entry was evicted is recorded in the ledger. Keys keep the rotary position of their token, and the next token
-has the number of tokens seen, evicted ones too, as its position. Rows never mix: padding is never an entry, and when a
-row is compressed depends on its own tokens alone.
+The ledger records when each entry was evicted. Keys keep the rotary position of their token. The position of the next
+token is the number of all tokens seen, including those whose entries were evicted. Rows never mix: padding is never an
+entry, and a row's own tokens alone decide when it is compressed.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ from kvaudit.core.errors import RunError
 class EvictingCache:
     """A cache for one batch that compresses by ``policy``; pass it to a model's forward as ``kv=``.
 
-    Usage: ``begin(positions, decoding=...)`` with the row positions [B, Q] of the next forward (the number of real
-    tokens before each token in its row, -1 = padding), then the forward itself with
-    ``position_ids=positions.clamp(min=0)``. ``rotary`` is the model's rotary embedding (``find_rotary``), if the policy
-    needs it; ``blocks`` is the model's number of mixture-of-experts blocks (``hook_expert_blocks``). Raises SpecError
-    for a ``Mixture`` (several policies, one of them drawn for each request): the caller must draw first.
+    Usage: call ``begin(positions, decoding=...)`` with the row positions [B, Q] of the next forward (the number of real
+    tokens before each token in its row, -1 = padding), then run the forward with
+    ``position_ids=positions.clamp(min=0)``. ``decoding`` is True in a decode step (one token per row). ``row_keys``
+    seed the policy's random draws in each row. ``rotary`` is the model's rotary embedding (``find_rotary``), if the
+    policy needs it; ``blocks`` is the model's number of mixture-of-experts blocks (``hook_expert_blocks``). Raises
+    SpecError for a ``Mixture`` (several policies, one of them drawn for each request): the caller must draw first.
     """
 
     def __init__(
@@ -136,9 +137,9 @@ class EvictingCache:
         return longest
 
     def _right_pad(self, positions: Tensor, pinned: Tensor | None, *, is_first: bool) -> tuple[Tensor, Tensor | None]:
-        """Return positions and pins, with padding moved to the right if ``is_first``, so that causal attention applies.
+        """Return positions and pins, after moving padding to the right if the forward ``is_first``.
 
-        Real tokens keep their order.
+        Causal attention then needs no other mask. Real tokens keep their order.
         """
         self._order: tuple[Tensor, Tensor] | None = None  # to the sorted columns and back, [B, Q] each
         if not is_first or not bool(((positions[:, :-1] < 0) & (positions[:, 1:] >= 0)).any()):
@@ -266,7 +267,8 @@ class EvictingCache:
     def layers_to_compress(self, layer: CachedLayer) -> list[CachedLayer]:
         """Return the layers to compress after ``layer`` has attended: by default that layer alone.
 
-        Layers that the policy ranks together are all returned after the last of them; after the others, none is.
+        If the policy ranks layers together, all of them are returned after the last of them has attended; after each of
+        the others the list is empty.
         """
         if not layer.evictor.across_layers:
             return [layer]
@@ -427,9 +429,10 @@ class EvictingCache:
         return round(peak_live_bytes(evicted_at, entries, coded_at, sampled)) + self._state_bytes()
 
     def ledger(self, tokens: int) -> Tensor:
-        """Return, for the first ``tokens`` tokens of every row, the position of the first query that missed its entry.
+        """Return when the entries of each row's first ``tokens`` tokens were evicted: int32 [B, L, H, tokens].
 
-        This is ``Ledger.evicted_at``: int32 [B, L, H, tokens] on the CPU, NEVER for entries that are still there.
+        The tensor is on the CPU. Each number is the position of the first query that no longer saw the entry, NEVER for
+        an entry that is still there (see ``Ledger.evicted_at``).
         """
         heads = sorted({layer.store.evicted_at.shape[1] for layer in self.layers if layer.plan.has_entries})
         if len(heads) > 1:
@@ -462,9 +465,10 @@ class EvictingCache:
         return rows
 
     def quantised_at(self, tokens: int) -> tuple[Tensor, Tensor] | None:
-        """Return the first query that reads each key, and each value, quantised: int32 [B, tokens] each.
+        """Return when each key, and each value, was quantised: int32 [B, tokens] each.
 
-        None if the policy does not quantise.
+        The time is the position of the first query that reads the entry as a code. None if the policy does not
+        quantise.
         """
         return self._times.tables(tokens) if self._times else None
 

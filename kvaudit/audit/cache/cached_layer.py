@@ -33,13 +33,14 @@ from kvaudit.audit.policies import Selector, View
 class Forward(NamedTuple):
     """The current forward of B rows, as every layer needs it.
 
-    ``positions`` int32 [B, Q], on the model's device: the row positions of the queries, -1 = padding. ``seen`` [B], on
-    the same device: the tokens of each row; ``longest``: those of the longest row. ``is_first``: the cache is empty,
-    and padding is on the right, where causal attention never lets a real token see it. ``coded``: how many keys and
-    values of each row are quantised now, None without a quantiser. ``first_position``: the position of the first query,
-    if it is the same in all rows and none has padding. ``positions_by_head`` [B, 1, Q] is ``positions`` and
-    ``next_query`` int32 [B, 1, 1] is ``seen``, in the shapes that layers need. ``real`` bool [B, Q], on the CPU, is
-    False at padding; ``no_padding``: it is True everywhere.
+    ``positions`` int32 [B, Q], on the model's device: the row positions of the queries, -1 = padding. ``decoding``: it
+    is a decode step. ``seen`` [B], on the same device: the tokens of each row; ``longest``: those of the longest row.
+    ``is_first``: the cache is empty, and padding is on the right, where causal attention never lets a real token see
+    it. ``coded``: how many keys and values of each row are quantised once the forward has ended, None without a
+    quantiser and in a ``FixedStep``. ``first_position``: the position of the first query, if it is the same in all rows
+    and none has padding. ``positions_by_head`` [B, 1, Q] is ``positions`` and ``next_query`` int32 [B, 1, 1] is
+    ``seen``, in the shapes that layers need. ``real`` bool [B, Q], on the CPU, is False at padding; ``no_padding``: it
+    is True everywhere.
     """
 
     positions: Tensor
@@ -56,10 +57,10 @@ class Forward(NamedTuple):
 
 
 class CachedLayer:
-    """The entries of one layer for B rows, and the state that the policy needs besides.
+    """The entries of one layer for B rows, and the further state that the policy needs.
 
-    ``schedule`` says which rows evict now; layers with the same eviction policy share it. ``counts`` are the entries of
-    each row, averaged over heads. ``bytes`` are the allocated bytes at the last call of ``update_bytes``.
+    ``schedule`` says which rows evict now; layers with the same eviction policy share it. ``counts`` are the numbers of
+    entries in each row, averaged over heads. ``bytes`` are the bytes allocated at the last call of ``update_bytes``.
     """
 
     def __init__(
@@ -236,7 +237,7 @@ class CachedLayer:
 
     @property
     def stepped(self) -> SteppedStore | None:
-        """The store of a layer that quantises; None for other layers."""
+        """The layer's store if the layer quantises, in the class that supports steps of fixed shapes; else None."""
         return self.store if isinstance(self.store, SteppedStore) else None
 
     def write_at(self, slot: Tensor, call: AttentionCall, forward: Forward) -> None:
@@ -287,9 +288,10 @@ class CachedLayer:
         return self.counts.all_equal(self.store.length)
 
     def can_replace(self, eviction: Eviction, length: int) -> bool:
-        """Return whether an eviction removes exactly one of each head's ``length`` entries.
+        """Return whether an eviction removes one of each head's ``length`` entries, and the newest may take its slot.
 
-        The newest entry can then take the slot of the evicted one.
+        It may not if the policy needs entries in order of position, if heads share a budget, or if entries are
+        quantised.
         """
         # the newest entry would be out of order, which policies over neighbours and runs of codes cannot use; and heads
         # that share a budget may each lose more than one entry
@@ -301,7 +303,8 @@ class CachedLayer:
     def view(self, rows: Tensor | slice, forward: Forward, row_keys: RowKeys, *, packed: bool) -> View:
         """Return the ``View`` of some rows: what the policy needs to rank their entries.
 
-        ``packed``: entries stand in order of position, with no empty slots between them.
+        ``row_keys`` seed the policy's random draws. ``packed``: the view must hold entries in order of position, with
+        no empty slots between them.
         """
         store, moments, centres = self.store, self._moments, self._centres
         if packed and not (self._is_full and store.ordered):
@@ -330,9 +333,9 @@ class CachedLayer:
         )
 
     def evict(self, eviction: Eviction, forward: Forward, view: View, importance: Tensor, pins: Pins | None) -> None:
-        """Drop the entries of the lowest ``importance`` [b, H, K], in each row down to its budget.
+        """Drop the entries of the lowest ``importance`` [b, H, K], until each row is down to its budget.
 
-        ``view`` holds the entries to choose from. Pinned ones are dropped last.
+        ``view`` holds the entries to choose from. Pinned entries are dropped last.
         """
         pinned, store = self._pins_of(eviction, view, pins), self.store
         self.counts = self.schedule.remaining

@@ -106,8 +106,8 @@ def unpack(packed: Tensor, bits: int, scratch: Scratch | None = None) -> Tensor:
 def encode_tokens(x: Tensor, codec: Quantiser, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return codes uint8 [..., D] of ``x`` [..., D], coded token by token, and their parameters [..., D / channels, P].
 
-    Each run of ``channels`` channels (``codec.channels``) has P parameters: a scale and perhaps a zero. Fixed
-    ``scales`` [H], for ``x`` [B, H, K, D], are used as the parameters.
+    Each run of ``channels`` channels (``codec.channels``) has P parameters: a scale and perhaps a zero. If fixed
+    ``scales`` [H] are given, they are the parameters, and ``x`` must be [B, H, K, D].
     """
     if scales is not None:
         parameters = spread_scales(scales.to(x), x)
@@ -197,7 +197,7 @@ def encode_groups(
 
 
 def drop_empty_groups(group: Tensor, table: Tensor, max_groups: int | None = None) -> tuple[Tensor, Tensor]:
-    """Renumber the groups of keys without those that have lost all keys; return the new ``group`` and ``table``.
+    """Drop the groups that have no key left, and number the others anew; return the new ``group`` and ``table``.
 
     ``group`` [B, H, K] is the number of each key's group, ``table`` [B, H, G, ...] has the groups' scales.
     ``max_groups`` is the largest number of groups left in any head, if known; otherwise it is read from the device.
@@ -237,8 +237,8 @@ class CodeProducts:
     def logits(self, query: Tensor, codes: Tensor, table: Tensor | None = None) -> Tensor:
         """Return the products [N, X, C] of ``query`` [N, X, D] with coded keys: N = B * H, X queries per head, C keys.
 
-        The scales of keys are left out unless ``table`` [B, H, G, P * D] gives the parameters of keys coded per
-        channel, in G runs of C / G keys.
+        Without ``table`` the scales of the keys are not applied. ``table`` [B, H, G, P * D] has the P parameters
+        (scale, zero) of keys that are coded per channel in G runs of C / G keys.
         """
         block = self._block(codes, query.element_size())
         queries, by_tokens = _cut(query, block.heads, 0), _cut(codes.flatten(0, 1), block.tokens, 1)
@@ -272,9 +272,9 @@ class CodeProducts:
         return Block(max(1, max_bytes // (token * max(1, codes.shape[2]))), tokens)
 
     def _numbers(self, codes: Tensor, dtype: torch.dtype, heads: int, runs: Tensor | None = None) -> Iterator[Tensor]:
-        """Decode ``codes`` [N, C, W], n heads at a time, and yield the numbers [n, C, D] in one reused tensor.
+        """Decode ``codes`` [N, C, W], n = ``heads`` heads at a time; yield the numbers [n, C, D] in one reused tensor.
 
-        Scales and zeros are applied if ``runs`` [N, G, P, 1, D] gives them, P for each of G groups of keys.
+        If ``runs`` [N, G, P, 1, D] gives the P parameters (scale, zero) of each of G groups of keys, they are applied.
         """
         by_heads: Iterable[Tensor | None] = repeat(None) if runs is None else _cut(runs, heads, 0)
         for packed, parameters in zip(_cut(codes, heads, 0), by_heads, strict=False):

@@ -40,14 +40,15 @@ PER_HEAD, BY_TABLE = 0, -1  # values of ``Layout.groups`` that are no number of 
 
 
 class CodedPart(NamedTuple):
-    """The keys or the values of a layer, of which those at positions below ``done`` [B] are quantised: read from codes.
+    """The keys or the values of a layer, of which the entries at positions below ``done`` [B] are read from codes.
 
-    ``codes`` uint8 [B, H, C, D * bits / 8], as ``pack`` makes them. ``parameters``, in the model's dtype: per token
-    [B, H, C, n * P], for n groups of D / n channels; a table [B, H, G, P * D], looked up by ``groups`` [B, H, C] (-1 =
-    none yet); or a fixed scale per head [H]. P = 2, scale and zero, for codes of kind "unsigned", otherwise 1. ``ring``
-    [B, H, R, D]: the exact (unquantised) entry at position p has index p % R. ``kind``: "int8", "e4m3" (see
-    ``decodes``), "e5m2", "unsigned", or "q4", whose code 8 is 0. ``run`` > 0 promises that slot s holds position s and
-    uses row s // run of the table, which is read faster.
+    ``codes`` uint8 [B, H, C, D * bits / 8], as ``pack`` makes them. ``parameters``, in the model's dtype, have one of
+    three forms: per token [B, H, C, n * P], for n groups of D / n channels; a table [B, H, G, P * D], in which
+    ``groups`` [B, H, C] is the row of each slot (-1 = none yet); or one fixed scale per head [H]. P is 2 (scale and
+    zero) for codes of kind "unsigned", otherwise 1 (scale). ``ring`` [B, H, R, D] holds the exact (unquantised)
+    entries: the entry at position p has index p % R. ``kind`` is "int8", "e4m3" (see ``decodes``), "e5m2", "unsigned"
+    or "q4" (code 8 stands for 0). ``run`` > 0 promises that slot s holds position s and uses row s // run of the table,
+    which is read faster.
     """
 
     codes: Tensor
@@ -67,7 +68,7 @@ class Layout(NamedTuple):
     own parameters; PER_HEAD: one fixed scale per head; BY_TABLE: keys quantised per channel, whose parameters are in a
     table. ``width``: channels of such a group if it is a power of two, otherwise 1. ``ring``: slots of the ring buffer
     of the newest entries, which are still exact. ``run``: consecutive slots that share a row of the table; 0 if neither
-    a kernel's tile holds whole runs nor a run whole tiles. ``rows``: rows of the table per tile.
+    of a run and a kernel's tile is a multiple of the other. ``rows``: rows of the table per tile.
     """
 
     kind: str
@@ -84,9 +85,9 @@ class Layout(NamedTuple):
 class Shape(NamedTuple):
     """The shape of a step, a compile-time constant of the kernels.
 
-    ``heads``: KV heads; ``group``: query heads of each, padded to ``rows`` for products. ``tile``: slots read together;
-    ``stages``: tiles in flight (software pipelining). ``scan``: slots searched together for exact entries. ``window``:
-    of sliding attention, 0 = none.
+    ``heads``: KV heads; ``group``: query heads of each, padded to ``rows`` for matrix products. ``tile``: slots read
+    together; ``stages``: tiles in flight (software pipelining). ``scan``: slots searched together for exact entries.
+    ``window``: positions that a query of sliding attention sees, 0 = all.
     """
 
     heads: int
@@ -149,10 +150,10 @@ def attend_slots(
     """Return the attention [B, G*H, Dv] of one query per row over the slots that it sees, 0 if it sees none.
 
     query [B, G*H, D], keys [B, H, C, D], values [B, H, C, Dv], positions int32 [B, H or 1, C] (-1 = empty slot),
-    query_positions [B] (-1 = no query), sink_logits [G*H]. A query at q sees positions 0 .. q, with a ``window`` the
-    last ``window`` of them; what unseen slots hold does not matter, not even NaN. All strides but that of the last
-    dimension are free. The first call compiles the kernel, so make it before capturing a CUDA graph, as for all
-    functions here.
+    query_positions [B] (-1 = no query), sink_logits [G*H]. A query at position q sees positions 0 .. q, or only the
+    last ``window`` of them. What unseen slots hold does not matter, not even NaN. All strides but that of the last
+    dimension are free. As with all functions here, the first call compiles the kernel, so call it once before capturing
+    a CUDA graph.
     """
     parts = (_exact_operand(keys), _exact_operand(values))
     return _attend(query, parts, positions, query_positions, scaling, sink_logits, window)
@@ -189,10 +190,10 @@ def write_entry(
 ) -> None:
     """Write the entry of a step, key [B, H, 1, D] and value [B, H, 1, Dv], into slot ``slot`` int64 [1] of every head.
 
-    Key and value go into ``parts``, keys [B, H, C, D] and values [B, H, C, Dv], the row's position ``query_positions``
-    [B] into ``positions`` int32 [B, H, C] (-1: the slot is empty in that row), and 0 into ``mass`` float32 [B, H, C].
-    ``in_rings``: the parts are ring buffers [B, H, R, D], into which key and value go at index query position % R;
-    nothing is written for a row without a query.
+    The key and the value go into ``parts``: keys [B, H, C, D] and values [B, H, C, Dv]. ``positions`` int32 [B, H, C]
+    gets each row's position ``query_positions`` [B] (-1: the slot stays empty in that row), and ``mass`` float32 [B, H,
+    C] gets 0. If ``in_rings``, the parts are ring buffers [B, H, R, D], and key and value go to index query position %
+    R; then nothing is written into them for a row without a query.
     """
     batch, heads = positions.shape[:2]
     entry = (_with_unit_stride(entry[0]), _with_unit_stride(entry[1]))
@@ -306,7 +307,7 @@ def _with_rows(layout: Layout, tile: int) -> Layout:
     """Return ``layout`` with ``rows`` set to how many rows of the table of scales one tile of slots uses.
 
     A tile is ``tile`` slots that are read together, a run is slots that share a row of the table. If there is no table,
-    or if neither a tile is whole runs nor a run whole tiles, ``run`` is set to 0 instead.
+    or if neither of tile and run is a multiple of the other, ``run`` is set to 0 instead.
     """
     run = layout.run
     if layout.groups != BY_TABLE or run == 0 or max(run, tile) % min(run, tile):
@@ -332,7 +333,7 @@ def _on(device: torch.device) -> torch.cuda.device:
 
 
 def _split_count(rows: int, slots: int, device: torch.device) -> int:
-    """Return among how many programs to split the slots of one head; ``rows`` is the number of rows times KV heads."""
+    """Return the number of programs that share the slots of one head; ``rows`` is the number of rows times KV heads."""
     return max(1, min(_PROGRAMS * _multiprocessors(device) // rows, slots // _LEAST_SLOTS))
 
 
@@ -452,8 +453,8 @@ def _attend_coded(
     """Return the sums, largest logits and total weights over a range of slots, some of which hold codes.
 
     ``read`` = (row, head, slot positions, query position, begin, end); the result has the form of ``_attend_exact``. A
-    first loop covers the tiles before the first exact (unquantised) entry that the query sees. It loads positions and
-    the parameters of tokens one tile ahead by hand, since the compiler does not pipeline loads of so few bytes.
+    first loop covers the tiles before the first exact (unquantised) entry that the query sees. The loop itself loads
+    the positions and parameters of tokens one tile ahead, since the compiler does not pipeline loads of so few bytes.
     """
     batch, head, positions, newest, begin, end = read
     ROWS: tl.constexpr = SHAPE.rows
@@ -561,7 +562,7 @@ def _is_seen(position: tl.tensor, newest: tl.tensor, SHAPE: tl.constexpr) -> tl.
 def _slots_before(
     oldest: tl.tensor, positions: tl.tensor, begin: tl.tensor, end: tl.tensor, newest: tl.tensor, SHAPE: tl.constexpr
 ) -> tl.tensor:
-    """Return how many slots from ``begin`` on come before the first recent entry; all up to ``end`` if there is none.
+    """Return how many slots from ``begin`` on come before the first recent entry; if there is none, all up to ``end``.
 
     A recent entry is one at position ``oldest`` or later that the query at position ``newest`` may attend to.
     """
@@ -638,7 +639,7 @@ def _decode(
     """Return the keys or values [TILE, padded] that ``packed`` codes stand for, in ``dtype``.
 
     ``at`` = (row, head, slots [TILE], mask of the slots to read); ``first`` is the first slot of the tile. Entries at
-    positions below ``done`` are quantised.
+    positions below ``done`` are quantised. ``parameters`` are the result of ``_read_parameters``.
     """
     batch, head, _, _ = at
     numbers = _numbers_of(packed, LAYOUT)
@@ -788,7 +789,8 @@ def _write_kernel(
 ) -> None:
     """Write the key, value and position of one row and head into a slot, and 0 as the slot's accumulated attention.
 
-    Where ``PLACES`` is above 0, the key or the value goes into a ring buffer of that many places instead.
+    ``PLACES`` has a number for keys and one for values. If it is above 0, the key or the value goes into a ring buffer
+    of that many places instead.
     """
     row = tl.program_id(0)
     batch, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)

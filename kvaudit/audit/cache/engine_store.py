@@ -5,8 +5,8 @@ An engine quantises an entry when it writes it, and every query, including the e
 key is added to the block, all its keys are decoded and quantised again, so queries in the block read other numbers than
 later queries.
 
-Sources: OpenVINO 2026.4 for ``ByToken`` and ``ByChannel`` (paged attention of its CPU plugin), vLLM 0.32 for
-``Cast`` (cast on write, scale 1.0, and on a CPU toward zero).
+Sources: OpenVINO 2026.4 for ``ByToken`` and ``ByChannel`` (paged attention of its CPU plugin); vLLM 0.32 for ``Cast``,
+which casts on write with scale 1.0, and on a CPU rounds toward zero.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _CONSTANT_SCALE = 1e-4  # scale of a group of equal numbers
 class Cast:
     """Storage in the torch type named ``dtype``; larger numbers are clipped to the largest one of the type.
 
-    Rounds to nearest, or with ``toward_zero`` (one-byte types only) drops the lower bits.
+    Numbers are rounded to the nearest one of the type. With ``toward_zero`` (one-byte types only) their lower bits are
+    dropped instead.
     """
 
     dtype: str
@@ -81,8 +82,8 @@ class ByChannel:
     def read_in_order(self, blocks: Tensor, prompt: Tensor, until: Tensor) -> BlockReads:
         """Return what queries read of keys [B, H, n, BLOCK, D] if the prompt is written at once, later keys one by one.
 
-        ``prompt`` bool [B, n, BLOCK] marks the entries of the prompt, ``until`` all entries that are written in the
-        end.
+        ``prompt`` bool [B, n, BLOCK] marks the entries of the prompt; ``until`` marks these and all entries written
+        later.
         """
         stored = self.read_back(blocks, prompt[:, None])  # the prompt's entries are written together
         steps = []
@@ -100,8 +101,8 @@ class ByChannel:
 class BlockReads(NamedTuple):
     """The keys of blocks as queries read them.
 
-    ``same_block`` [B, H, n, BLOCK, BLOCK, D] is read by the query at each slot of the same block, ``later``
-    [B, H, n, BLOCK, D] by queries of later blocks.
+    ``same_block`` [B, H, n, BLOCK, BLOCK, D] holds, for each slot of a block, the block's keys as the query at that
+    slot reads them. ``later`` [B, H, n, BLOCK, D] holds the keys as queries of later blocks read them.
     """
 
     same_block: Tensor
@@ -112,8 +113,8 @@ class BlockReads(NamedTuple):
 class EngineStore:
     """The formats in which an engine stores keys and values; None for either means stored unchanged.
 
-    ``shown``: when the engine exports keys and values, it exports what its queries read, not what it was given to
-    store.
+    ``shown`` says what the engine exports as keys and values: what its queries read if True, what it was given to store
+    if False.
     """
 
     keys: Cast | ByToken | ByChannel | None

@@ -14,9 +14,10 @@ MANY_QUERIES = 1024  # from here on, most of a full product would be of slots th
 
 
 def visibility_mask(query_positions: Tensor, positions: Tensor, sliding_window: int | None) -> Tensor:
-    """Return which slots each query sees, bool [B, H, Q, K], for positions [B, Q] and slot positions [B, H, K].
+    """Return which slots each query sees, bool [B, H, Q, K], from the positions of queries and of slots.
 
-    A padding query sees every slot, empty ones too: its output is never used, but must stay finite.
+    ``query_positions`` are [B, Q], the ``positions`` of the slots [B, H, K]. A padding query sees every slot, empty
+    ones too: its output is never used, but must stay finite.
     """
     q, k = query_positions[:, None, :, None], positions[:, :, None]  # [B, 1, Q, 1] and [B, H, 1, K]
     visible = (k >= 0) & (k <= q)
@@ -40,8 +41,8 @@ def attention_mass(
 
     query [B, G*H, Q, D] at row positions [B, Q] (-1 = padding, adds nothing), keys [B, H, K, D] at positions [B, H, K].
     ``before`` promises that query n, unless it is padding, sees exactly the first ``before`` + n + 1 slots;
-    ``no_padding`` promises that no query is padding. Blocks of queries, and on a CPU of rows, keep memory at O(block *
-    K).
+    ``no_padding`` promises that no query is padding. Queries are computed in blocks, and on a CPU rows too, so that
+    memory stays at O(block * K).
     """
     row_size = query.shape[1] * min(QUERY_BLOCK, query.shape[2]) * keys.shape[2]  # probabilities of a block of queries
     step = max(1, HOST_MASS // max(1, row_size))
@@ -112,10 +113,11 @@ def add_step_mass(
 def keep_mask(
     importance: Tensor, positions: Tensor, seen: Tensor, policy: Evictor, pinned: Tensor | None = None
 ) -> Tensor:
-    """Return which slots to keep: sink, window and pins first, then by importance; ties go to the earlier position.
+    """Return which slots to keep: sink, window and pinned entries first, then those of the highest importance.
 
-    All tensors are [B, H, K] except ``seen`` [B]; slots are in order of position. ``policy.budget_at(seen)`` slots are
-    kept per head, or on average over heads that share a budget.
+    Of equally important entries the earlier position is kept. All tensors are [B, H, K] except ``seen`` [B]; slots are
+    in order of position. ``policy.budget_at(seen)`` slots are kept per head, or on average over heads that share a
+    budget.
     """
     rank = _rank(importance, positions, seen, policy, pinned)  # [B, H, K]
     order = torch.sort(rank, dim=-1, descending=True, stable=True).indices

@@ -1,9 +1,10 @@
 """A decode step on tensors of fixed addresses and shapes, which a GPU can capture and replay.
 
-One tensor of numbers holds what differs from step to step: tokens, positions, and the slots to write. A layer either
-grows, within slots allocated beforehand, whose empty ones are masked; or it holds exactly its budget, and the newest
-entry takes the slot of the evicted one within the step. Everything else that a policy does (other evictions, rows that
-join or leave) happens between two steps, by the operators of ``EvictingCache``.
+One tensor of numbers holds what differs from step to step: tokens, positions, and the slots to write. A step changes a
+layer in one of two ways. Either the layer grows into slots that were allocated beforehand, of which the empty ones are
+masked. Or it holds exactly its budget, and the newest entry takes the slot of the entry that the step evicts.
+Everything else that a policy does (other evictions, rows that join or leave) happens between two steps, by the
+operators of ``EvictingCache``.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def why_not_fixed(cache: EvictingCache) -> str | None:
 class FixedStep:
     """The decode steps of a cache with a fixed number of rows; pass it to the model's forward as ``kv=``.
 
-    Usage, for each step: ``prepare`` loads the step's numbers and returns a key of all addresses and shapes that the
-    step uses; then the caller calls ``run``, or replays a run that it captured under an equal key; then ``finish``
-    updates the counts and evicts.
+    In each step, first call ``prepare``. It loads the step's numbers and returns a key that stands for all addresses
+    and shapes that the step uses. Then call ``run``, or replay a run that was captured under an equal key. Last call
+    ``finish``, which updates the counts and evicts.
     """
 
     routes = None
@@ -175,9 +176,10 @@ class FixedStep:
         return victims.slots, victims.positions
 
     def _lacks_room(self, layer: CachedLayer, longest: int) -> bool:
-        """Return whether a layer must grow before the step: it has no free slot, or the ledger is too narrow.
+        """Return whether a layer's slots (places for entries) or its ledger must grow before the step.
 
-        A slot is a place for one entry; the ledger must hold the time at which an entry is evicted.
+        If the step itself evicts, the layer needs a free slot, and a ledger wide enough to hold the time of the
+        eviction. Otherwise the layer needs a free slot, and slots reserved for later steps.
         """
         store = layer.store
         if layer.schedule in self._replacing:

@@ -1,14 +1,14 @@
 """Rounding hints: the recorded codes of values near the border between two codes, so that a replay rounds them alike.
 
 A replay computes with other rounding, so a value at a border may get the neighbouring code, which changes all that
-follows.
-The sampler therefore records every code that would differ if its value moved by ``BAND`` of the largest magnitude in
-its token and head, and the shadow pass uses the recorded code. A hint at no border in the replay is forged or comes
-from other weights; it is never used.
+follows. The sampler therefore records the code of every value that has exactly one border within ``BAND`` times the
+largest magnitude in its token and head, and the shadow pass uses the recorded code. If the replay's value has no border
+within ``REACH`` times that magnitude, the hint is forged or comes from other weights, and is not used.
 
 A hint is a uint16 word: 12 bits for the distance to the hint before, 4 bits for the low bits of the code's rank among
 all codes. Elements are numbered ``(((token * L + layer) * 2 + part) * H + head) * D + channel``, where part 0 is keys
-and D the wider of key and value heads; a word of distance 4,095 is no hint and only adds to the distance.
+and part 1 values, and D the wider of key and value heads. A word of distance 4,095 is no hint and only adds to the
+distance.
 """
 
 from __future__ import annotations
@@ -131,9 +131,10 @@ class HintRecorder:
     ) -> None:
         """Record the hints of those entries of ``x`` [B, H, K, D] that were now quantised to ``codes``.
 
-        ``is_due`` [B, H, K] marks these entries; None if all were quantised. ``positions`` is [B, H, K], or the first
-        of K consecutive positions, equal in all rows and heads. ``places``: the indices along K at which anything is
-        due, if known. ``is_copy``: ``x`` shares no memory and is not changed later.
+        ``x`` are keys (``part`` 0) or values (1) before quantising. ``is_due`` [B, H, K] marks the quantised ones; None
+        if all were. ``positions`` is [B, H, K], or the first of K consecutive positions, equal in all rows and heads.
+        ``places``: the indices along K at which anything is due, if known. ``is_copy``: ``x`` shares no memory and is
+        not changed later.
         """
         if x.dtype not in HINTED_DTYPES:
             return
@@ -193,9 +194,10 @@ class HintRecorder:
             row_hints.append(new)
 
     def row_hints(self, row: int, layer: int, layers: int, heads: int, width: int) -> tuple[Tensor, Tensor]:
-        """Return what is recorded of a row's codes that lie on a rounding border, so that a replay rounds them alike.
+        """Return the hints of a row, in any order: element numbers, and the low bits of the codes' ranks.
 
-        That is the numbers of these elements and the low bits of their codes' ranks, in any order.
+        Element numbers depend on the number ``layer`` of this layer, and on the model's ``layers``, KV ``heads`` and
+        ``width`` (the larger of the two head sizes).
         """
         self._examine_all()
         hints = torch.cat([torch.zeros(0, 5, dtype=torch.int32), *self._hints[row]]).long()

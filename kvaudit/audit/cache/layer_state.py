@@ -19,7 +19,7 @@ from kvaudit.audit.policies import Centres, Extremes, Moments
 
 
 class LayerState:
-    """The base of what a layer keeps besides its cache entries: tensors [B, ...], empty until the first ``add``."""
+    """The base class of state that a layer keeps besides entries: tensors [B, ...], empty before the first ``add``."""
 
     _tensors: ClassVar[tuple[str, ...]]  # the names of the attributes that hold them
 
@@ -96,7 +96,7 @@ class LastQueries(LayerState):
     def of(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         """Return the last W queries [b, N, W, D] of N heads of some rows and their positions [b, W], oldest first.
 
-        Missing ones have position -1 and come first.
+        Missing queries have position -1 and come first.
         """
         queries, positions = self._queries[rows], self._positions[rows]
         # the oldest is at the place of the next query
@@ -116,7 +116,10 @@ def _write_queries(ring: Tensor, ring_positions: Tensor, query: Tensor, position
 
 
 class QueryMoments(LayerState):
-    """Sums for the mean and covariance of queries from position ``sink`` on; float32, in a float64 model float64."""
+    """The sums from which the mean and covariance of the queries at position ``sink`` and later are computed.
+
+    They are in float32, or in float64 if the model is.
+    """
 
     _tensors = ("_count", "_sum", "_outer")
 
@@ -153,7 +156,10 @@ class QueryMoments(LayerState):
 
 
 class QueryCentres(LayerState):
-    """Sums of the queries and of the lengths of their rotary channel pairs; float32, in a float64 model float64."""
+    """The sums from which the mean query, and the mean lengths of its rotary channel pairs, are computed.
+
+    They are in float32, or in float64 if the model is.
+    """
 
     _tensors = ("_count", "_sum", "_lengths")
 
@@ -188,7 +194,8 @@ class QueryCentres(LayerState):
 class UnitExtremes(LayerState):
     """The minimum and maximum of each channel over the keys of every run of ``unit`` positions.
 
-    Only for layers without eviction, since a minimum cannot forget a key. The tensors begin with a run for padding.
+    This is only for layers without eviction, since a minimum cannot forget a key. The first run of the tensors is for
+    padding.
     """
 
     _tensors = ("_low", "_high")
@@ -234,8 +241,8 @@ class MovingSinks(LayerState):
 
     This has the effect of counting positions inside the cache. Recent entries and queries would all move by the same
     amount, so only the sinks have to move: towards the recent entries, by the number of entries evicted in between.
-    They are always rotated from the keys as the model computed them, so that rounding does not add up. For serving
-    only.
+    They are always rotated from the keys as the model computed them, so that rounding does not add up. A replay cannot
+    do the same, so this is for serving only.
     """
 
     _tensors = ("_first", "_has_first")

@@ -107,7 +107,7 @@ def _layer_plan(kind: str, text: Any, policy: Policy) -> LayerPlan:
 
 
 def describe_governed_layers(config: Any) -> str:
-    """Return a phrase that says how many layers a policy evicts and what the others do; empty if it evicts all."""
+    """Return a phrase on how many layers a policy evicts from, and what the others do; empty if there are no others."""
     plans = layer_plans(config, Dense())
     notes = []
     if not all(plan.has_entries for plan in plans):

@@ -3,13 +3,19 @@
 Key j was visible to query i in layer l and KV head h iff ``j <= i < evicted_at[l, h, j]``. If the cache was quantised
 too, queries from ``keys_quantised_at[j]`` on saw key j as the codec stores it, and values likewise.
 
-File format 3: safetensors with, per rollout n, ``n.ids`` int32 [T], ``n.sampled`` bool [T], ``n.sampler_logprobs``
-float32 [T] (nats) and ``n.evicted_at`` [L, H, T], a uint16 if T fits (the largest number means never), else an int32;
-with a codec also ``n.keys_quantised_at`` and ``n.values_quantised_at`` [T] in the same form, and ``n.hints`` uint16 [N]
-(see ``hints``); for a mixture-of-experts model ``n.experts`` [T, M, k], a uint8 if the numbers fit, else a uint16 (the
-largest number means none); if queries selected their keys, ``n.choosing`` int32 [N] and ``n.chosen`` [S, A, N, k], a
-uint16 if its numbers fit, with unit and layers in the header (see ``Selection``). Metadata key ``kvaudit`` has the rest
-as JSON. Formats 1 (all int32, ids int64, no codec) and 2 (no hints, experts or choices) can still be read.
+File format 3 is safetensors. Rollout n has these tensors:
+
+* ``n.ids`` int32 [T], ``n.sampled`` bool [T] and ``n.sampler_logprobs`` float32 [T] (nats);
+* ``n.evicted_at`` [L, H, T], a uint16 if T fits (the largest number means never), else an int32;
+* with a codec ``n.keys_quantised_at`` and ``n.values_quantised_at`` [T] in the same form, and ``n.hints`` uint16 [N]
+  (see ``hints``);
+* for a mixture-of-experts model ``n.experts`` [T, M, k], a uint8 if the numbers fit, else a uint16 (the largest number
+  means none);
+* if queries selected their keys, ``n.choosing`` int32 [N] and ``n.chosen`` [S, A, N, k], a uint16 if its numbers fit,
+  else an int32: the ``queries`` and ``chosen`` of a ``Selection``, whose unit and layers are in the metadata.
+
+The metadata key ``kvaudit`` has the rest as JSON. Formats 1 (all int32, ids int64, no codec) and 2 (no hints, experts
+or choices) can still be read.
 """
 
 from __future__ import annotations
@@ -72,14 +78,15 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled row with its ledger; CPU tensors. Fields not listed here are as in ``Ledger``, without B.
+    """One sampled row with its ledger, as CPU tensors.
 
-    ``ids`` [T] int64, ``sampled`` [T] bool, ``sampler_logprobs`` [T] float32 nats (0 where not sampled), ``evicted_at``
-    [L, H, T] int32. ``answer_start`` is the index of the first token of the last completion; ``retention`` is kept/seen
-    entries at that moment, over compressed layers. ``kv_bytes_peak`` is this row's share of the allocated tensors,
+    Fields not listed here are as in ``Ledger``, without the dimension B. ``ids`` [T] int64, ``sampled`` [T] bool,
+    ``sampler_logprobs`` [T] float32 nats (0 where not sampled), ``evicted_at`` [L, H, T] int32. ``answer_start`` is the
+    index of the first token of the last completion; ``retention`` is the share of the entries seen that are in the
+    cache at that moment, mean over compressed layers. ``kv_bytes_peak`` is this row's share of the allocated tensors,
     ``kv_bytes_live`` the bytes of its entries while decoding (``store.peak_live_bytes``; None if not counted).
     ``row_keys`` seed the policy's random draws, if it has any: the key for the prompt, which a group shares, and the
-    row's own. ``pinned`` are runs [start, end) of pinned tokens, if a budget that heads share depends on them.
+    row's own key. ``pinned`` are runs [start, end) of pinned tokens, if a budget that heads share depends on them.
     """
 
     ids: Tensor
@@ -191,9 +198,9 @@ def _scalars(rollout: Rollout) -> dict[str, Any]:
 
 
 def _shorten(times: Tensor) -> Tensor:
-    """Return the steps at which entries were evicted as uint16 if they fit, else unchanged.
+    """Return the times at which entries were evicted or quantised as uint16 if all of them fit, else unchanged.
 
-    Entries that were never evicted have the number of tokens, the largest; in uint16 the largest number of the type.
+    In uint16 the largest number of the type stands for NEVER.
     """
     if times.shape[-1] >= _SHORT_NEVER - 1:
         return times

@@ -46,10 +46,10 @@ _ALL = slice(None)
 class DueEntries(NamedTuple):
     """The exact entries to quantise now.
 
-    ``slots``: their range in the store; ``mask`` bool [B, H, slots]: which of these in each row and head, None for all.
-    ``places`` (on the CPU): the slots with a due entry in any row, None if all have one or it is unknown. ``groups``
-    holds two numbers, if known: the most groups of keys that these entries form in a row, and the most groups that a
-    row has once they are quantised.
+    ``slots`` is their range in the store. ``mask`` bool [B, H, slots] marks the due ones in each row and head, None if
+    all are due. ``places`` (on the CPU) are the indices within ``slots`` at which any row has a due entry, None if all
+    are or it is unknown. ``groups`` holds two numbers, if known: the most groups of keys that these entries form in a
+    row, and the most groups that a row has once they are quantised.
     """
 
     slots: slice
@@ -59,9 +59,9 @@ class DueEntries(NamedTuple):
 
 
 class QuantisedStore(Store):
-    """The keys and values of one layer by slot (as in ``Store``), of which ``flush`` quantises those that are due.
+    """The keys and values of one layer by slot (as in ``Store``); ``flush`` quantises the entries that are due.
 
-    The newest are exact and stand in the tail, which covers the last slots.
+    The newest entries are exact. They are in the tail, which covers the last slots.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class QuantisedStore(Store):
 
     @property
     def attends_codes(self) -> bool:
-        """Whether ``attend_one`` may be used: below float32 it does not round as a learner's replay does."""
+        """Whether ``attend_one`` may be used: only in float32 and float64 does it round as a learner's replay does."""
         return self._tail[0].dtype in (torch.float32, torch.float64)
 
     def attend_one(
@@ -494,6 +494,6 @@ def _tail_from(tail: Tensor, first: int) -> Tensor:
 
 
 def _is_between(positions: Tensor, done: Counts, until: Counts) -> Tensor:
-    """Return which positions [B, H, n] lie in [``done``, ``until``), bounds that every row has of its own."""
+    """Return which positions [B, H, n] are at least ``done`` and below ``until``; both bounds have a number per row."""
     device = positions.device
     return (positions >= done.to(device)[:, None, None]) & (positions < until.to(device)[:, None, None])

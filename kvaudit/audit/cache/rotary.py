@@ -42,7 +42,10 @@ class Rotary:
         return torch.hypot(x[..., :half], x[..., half : 2 * half])
 
     def mean_turn(self, start: Tensor, steps: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-        """Return the mean rotation matrix [B, size, size] over positions start + steps, for start [B], steps [n]."""
+        """Return the mean rotation matrix of each row over n positions: [B, size, size].
+
+        The positions of a row are its ``start`` [B] plus each of ``steps`` [n].
+        """
         angle = (start[:, None] + steps).double()[..., None] * self._frequencies  # [B, n, F] radians
         cos, sin = (torch.diag_embed(part.mean(1)) for part in (angle.cos(), angle.sin()))  # [B, F, F]
         half = len(self._frequencies)

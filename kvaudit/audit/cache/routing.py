@@ -73,7 +73,10 @@ class RecordedRoutes:
         self._table, self._calls = table.clone(), self._blocks
 
     def table(self, tokens: int) -> Tensor:
-        """Return the experts of the first ``tokens`` tokens, on the CPU: [B, tokens, M, k], NO_EXPERT if never fed."""
+        """Return the experts of the first ``tokens`` tokens, on the CPU: [B, tokens, M, k].
+
+        They are NO_EXPERT for a token that was never fed.
+        """
         assert self._table is not None
         recorded = self._table[:, :-1][:, :tokens].cpu()
         return _pad_tokens(recorded, tokens)
@@ -96,7 +99,7 @@ def _pad_tokens(experts: Tensor, tokens: int) -> Tensor:
 
 
 class ReplayedRoutes:
-    """The recorded experts [B, Q, M, k] for a learner's pass; at NO_EXPERT the model selects by itself."""
+    """The recorded experts [B, Q, M, k] for a learner's pass; where they are NO_EXPERT, the model selects by itself."""
 
     def __init__(self, experts: Tensor) -> None:
         self._experts = experts.long()

@@ -20,7 +20,7 @@ from kvaudit.core.errors import SpecError
 
 
 class Counts:
-    """One integer per row, their smallest and their largest, kept on the host so that reading waits for no device."""
+    """One integer per row, with the smallest and largest, kept on the host so that reading waits for no device."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self.numbers = tuple(numbers)
@@ -76,7 +76,7 @@ def read_new_tokens(positions: Tensor) -> NewTokens:
 
 
 class Eviction(NamedTuple):
-    """One step of eviction: ``rows`` are those of the batch that lose entries in it, ``budgets`` those of all rows.
+    """One step of eviction: ``rows`` are the rows that lose entries in it, ``budgets`` the budgets of all rows.
 
     A budget is how many entries per head the step keeps. ``rows`` is a slice for all rows, otherwise a tensor of row
     numbers on the device.
@@ -169,9 +169,10 @@ class Schedule:
         return self._ring_places_on_device
 
     def are_due(self, new: Sequence[int], budgets: Counts, *, decoding: bool) -> list[bool]:
-        """Return which rows evict now: those that got ``new`` tokens, exceed their budget and may evict at this time.
+        """Return which rows evict now: those that got new tokens, exceed their budget and may evict at this time.
 
-        ``budgets`` are the entries per head that an eviction keeps in each row.
+        ``new`` are the numbers of new tokens of each row, ``budgets`` the entries per head that an eviction keeps in
+        it.
         """
         # a row without new tokens never evicts, so that it does not depend on other rows of the batch
         numbers = zip(self.arrived.numbers, budgets.numbers, new, strict=True)
@@ -253,7 +254,7 @@ class Pins:
     def add(self, positions: Tensor, pinned: Tensor) -> None:
         """Add the new tokens that ``pinned`` [B, Q] marks, at CPU ``positions`` [B, Q] (-1 = padding).
 
-        Raises SpecError if the pinned tokens of a row exceed the policy's budget.
+        Raises SpecError if the pinned tokens of a row, with sink and window, exceed the policy's budget.
         """
         rows, columns = ((positions >= 0) & pinned).nonzero().unbind(1)  # [n] each
         if not len(rows):
@@ -352,9 +353,9 @@ class QuantisationClock:
 
 
 class Span(NamedTuple):
-    """A set of slots: those from ``first`` up to, but not including, ``end``, or only some of them.
+    """A set of slots: all from ``first`` up to, but not including, ``end``, or some of these.
 
-    ``places``, if given, are the offsets from ``first`` of the slots in the set.
+    ``places`` are the offsets from ``first`` of the slots in the set; None if it has all.
     """
 
     first: int

@@ -24,10 +24,11 @@ _LATEST = 2**31 - 1  # sorts NO_UNIT behind every unit
 class Selection:
     """The keys that the selecting queries of one row attended to; CPU tensors.
 
-    A unit is a run of ``unit`` positions; position p is in unit p // ``unit``. In layer ``layers[s]`` and head a, query
-    ``queries[n]`` (int32 [N], row positions, rising) saw the keys up to its own in the units ``chosen[s, a, n]``: int32
-    [S, A, N, k], rising, NO_UNIT at the end. A is 1 if all heads share their lists, else the number of KV heads or of
-    query heads. Other queries and other layers saw everything that was not evicted.
+    A unit is a run of ``unit`` positions; position p is in unit p // ``unit``. ``queries`` int32 [N] are the row
+    positions of the selecting queries, rising. ``chosen`` int32 [S, A, N, k] are the units that they selected: in layer
+    ``layers[s]`` and head a, query n saw the keys up to its own position in the units ``chosen[s, a, n]``. Each list of
+    units rises, with NO_UNIT at the end. A is 1 if all heads share their lists, else the number of KV heads or of query
+    heads. Other queries and other layers saw everything that was not evicted.
     """
 
     unit: int

@@ -83,10 +83,10 @@ class SharedPrefill:
     """The first chunk of a batch of prompts, computed once for several policies that are served one after the other.
 
     A chunk is the part of a prompt that one forward processes (the whole prompt if it is short). Until the first chunk
-    has attended no policy changes anything, so its keys and values are kept for the later policies, and its queries if
-    one of these needs them. Keys and values take at most the memory of one more dense (uncompressed) cache; with the
-    queries it is 1 + G / 2 times that, for G query heads per KV head. They are freed when the last policy has reused
-    them.
+    has attended no policy changes anything, so its keys and values are kept for the later policies. Its queries are
+    kept if one of those policies needs them. Keys and values take at most the memory of one more dense (uncompressed)
+    cache. If queries are kept too, all take 1 + G / 2 times that memory, for G query heads per KV head. It is freed
+    when the last policy has reused the chunk.
     """
 
     def __init__(self, policies: Sequence[Policy]) -> None:

@@ -23,10 +23,11 @@ from kvaudit.audit.policies import Quantiser
 
 
 class StepCoding(NamedTuple):
-    """Which entries a decode step reads as codes, and which one it quantises; int64 [B] for keys and for values.
+    """Which entries a decode step reads as codes, and which one it quantises.
 
-    ``done``: entries at positions below it are codes when the step's queries attend. ``due_positions``: the position
-    of the entry that this step quantises (-1 = none). ``hint`` [1]: the index of this step in ``PendingHints``.
+    ``done`` and ``due_positions`` are each a pair of int64 [B], for keys and for values. Entries at positions below
+    ``done`` are codes when the step's queries attend. ``due_positions`` is the position of the entry that this step
+    quantises in each row (-1 = none). ``hint`` [1]: the index of this step in ``PendingHints``.
     """
 
     done: tuple[Tensor, Tensor]
@@ -51,7 +52,10 @@ class ExactRing:
         return self.columns[:, :, : self.size]
 
     def fill(self, tail: Tensor, positions: Tensor, done: Tensor) -> None:
-        """Copy the entries of ``tail`` [B, H, T, D] at ``positions`` [B, T] of ``done`` [B] or later into the ring."""
+        """Copy the exact entries of ``tail`` [B, H, T, D] into the ring.
+
+        They are those whose ``positions`` [B, T] are at least ``done`` [B], which counts a row's quantised entries.
+        """
         places = torch.where(positions >= done[:, None], positions % self.size, self.size)
         self.columns.scatter_(2, _spread(places, self.columns), tail)
 
@@ -66,7 +70,7 @@ class ExactRing:
 
 
 def _spread(places: Tensor, columns: Tensor) -> Tensor:
-    """Expand ring places [B, n] to the index that ``scatter_`` needs to write into ``columns`` [B, H, R, D]."""
+    """Expand ring places [B, n] to the index that ``scatter_`` needs to write into ``columns`` [B, H, R + 1, D]."""
     return places.long()[:, None, :, None].expand(-1, columns.shape[1], -1, columns.shape[3])
 
 
@@ -81,9 +85,10 @@ def code_entries(
     parameters: Tensor | None,
     fixed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise the entry of each row at ``due_positions`` [B] (-1 = none) into slot ``slots`` [B].
+    """Quantise one entry per row, that at ``due_positions`` [B] (-1 = none), into slot ``slots`` [B].
 
-    Writes into ``codes`` [B, H, C, W] and ``parameters`` [B, H, C, n * P], which is None with ``fixed`` scales [H].
+    The entries are keys (``part`` 0) or values (1), and are read from ``ring``. Their codes are written into ``codes``
+    [B, H, C, W] and their parameters into ``parameters`` [B, H, C, n * P], which is None with ``fixed`` scales [H].
     Returns the exact entries [B, H, 1, D], their codes, and their parameters [B, H, 1, n, P].
     """
     rows = torch.arange(len(slots), device=slots.device)
@@ -100,7 +105,8 @@ def code_entries(
 class PendingHints:
     """The keys, or the values, of one store that decode steps have quantised and whose rounding hints are not made yet.
 
-    Each is kept as it was before quantising, with its code and parameters. Empty for dtypes without hints.
+    Each entry is kept as it was before quantising, with its code and parameters. For dtypes without hints nothing is
+    kept.
     """
 
     def __init__(self, entry: Tensor, parameters: Sequence[int]) -> None:
@@ -294,8 +300,8 @@ class SteppedStore(QuantisedStore):
     def end_step(self, newest: int | None, keys_until: Counts, values_until: Counts) -> None:
         """Count the step's new entry, and quantise the groups of keys that are full now.
 
-        ``newest`` is the position of the entry, None if rows differ. Keys and values are codes at positions below
-        ``keys_until`` and ``values_until`` afterwards.
+        ``newest`` is the position of the entry, None if rows differ. Afterwards keys at positions below ``keys_until``
+        and values at positions below ``values_until`` are codes.
         """
         self._aligned = self._aligned and newest == self.length
         self.length += 1
@@ -341,7 +347,8 @@ class SteppedStore(QuantisedStore):
     def record_hints(self, part: int, positions: Tensor) -> None:
         """Record the rounding hints of the keys (``part`` 0) or values (1) that the last n steps have quantised.
 
-        Hints are codes of values near the border of two codes. ``positions`` int32 [B, n] were quantised, -1 = none.
+        Hints are codes of values near the border of two codes. ``positions`` int32 [B, n] are the positions of the
+        quantised entries, -1 = none.
         """
         if self._pending is None or (part == KEYS and self._table is not None):
             return

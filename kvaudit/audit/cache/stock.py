@@ -166,7 +166,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
 
     @skip_compile
     def start(self, attention_mask: Tensor | None, ids: Tensor, position_ids: Tensor | None = None) -> EvictingCache:
-        """Begin the forward of ``ids`` [B, Q]; the 2-D mask covers all columns up to the new ones, 1 = real token.
+        """Begin the forward of ``ids`` [B, Q]; the 2-D mask covers all columns, the new ones included, 1 = real token.
 
         The ids of one call are compressed as one chunk. A call with a single token is a decode step, unless it is the
         first call. Raises RunError if ``position_ids`` are not the number of real tokens before each token.

@@ -36,11 +36,11 @@ class EntryBytes(NamedTuple):
 
 
 class Store:
-    """The slots [B, H, C] of one layer, each with room for one entry; those in use come first, ``length`` of them.
+    """The slots [B, H, C] of one layer, each with room for one entry; the first ``length`` of them are in use.
 
-    An empty slot has position -1. Slots are in order of position while ``ordered``; all heads hold the same positions
-    while ``uniform``. Tensors are created at the first append, when dtype and device are known. ``evicted_at``
-    [B, H, T + 1] is the ledger; its last column is a dummy, to which evictions of empty slots are written.
+    An empty slot has position -1. ``ordered``: slots are in order of position. ``uniform``: all heads hold the same
+    positions. Tensors are created at the first append, when dtype and device are known. ``evicted_at`` [B, H, T + 1] is
+    the ledger; its last column is a dummy, to which evictions of empty slots are written.
     """
 
     def __init__(self, *, accumulates: bool = False) -> None:
@@ -333,10 +333,10 @@ class Store:
 def _move_newest(
     ledger: Tensor, slots: Sequence[Tensor], slot: Tensor, position: Tensor, next_query: Tensor, last: int
 ) -> None:
-    """Evict the entry at ``position`` [1] from ``slot`` [1], and move the newest entry, in slot ``last``, there.
+    """Evict the entry at ``position`` [1] from ``slot`` [1], and move the newest entry there from slot ``last``.
 
     This is done in every tensor of ``slots`` [B, H, C, ...]; ``ledger`` records that ``next_query`` does not see the
-    entry.
+    evicted entry.
     """
     ledger.index_copy_(2, position, next_query.expand(*ledger.shape[:2], 1))
     for tensor in slots:
@@ -353,10 +353,11 @@ def peak_live_bytes(
 ) -> float:
     """Return the peak bytes of one row's entries while decoding.
 
-    ``evicted_at`` [L, H, T]; ``entries`` per layer; ``coded_at`` [T] each: when keys and values were quantised.
-    ``sampled`` [T] marks the decoded tokens; for a row without any, the bytes at its end are returned. Entries alone
-    are counted, without spare slots, positions, accumulated attention, and entries that a prefill evicts at once:
-    allocated bytes include all of these, so compare live bytes with live bytes only.
+    ``evicted_at`` [L, H, T] says when entries were evicted, and ``coded_at`` ([T] for keys, [T] for values) when they
+    were quantised; ``entries`` has the sizes of one entry in each layer. ``sampled`` [T] marks the decoded tokens; for
+    a row without any, the bytes at its end are returned. Only entries are counted. Allocated bytes also include spare
+    slots, positions, accumulated attention, and entries that a prefill evicts at once, so compare live bytes with live
+    bytes only.
     """
     tokens = evicted_at.shape[2]
     arrived = torch.arange(tokens)  # [T], an entry is there from its own token on

@@ -35,7 +35,8 @@ def gather_entries(table: Tensor, indices: Tensor) -> Tensor:
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor to ``device`` without waiting for the work queued there.
 
-    Only CUDA copies asynchronously. Even then, ordinary (not pinned) memory has been read when the call returns.
+    Only CUDA copies asynchronously. Even then, ordinary (not pinned) memory has been read when the call returns, so the
+    caller may change it.
     """
     return tensor.to(device, non_blocking=device.type == "cuda")
 

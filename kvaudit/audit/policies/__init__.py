@@ -1,4 +1,4 @@
-"""Compression policies: rules by which a KV cache evicts or quantises entries, or queries select some.
+"""Compression policies: rules by which a cache evicts or quantises entries, or by which queries select entries.
 
 ``parse_policy`` turns a spec's text ("snapkv:budget=96") or mapping into a frozen policy object.
 """

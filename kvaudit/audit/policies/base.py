@@ -43,7 +43,7 @@ class Policy:
 
     @property
     def chunk(self) -> int:
-        """The number of prompt tokens that enter the cache at once; their queries attend before a compression."""
+        """The number of prompt tokens that enter the cache at once; they attend before the cache is compressed."""
         raise NotImplementedError
 
     @property
@@ -74,7 +74,10 @@ class Policy:
         return self
 
     def for_layer(self, layer: int, layers: int) -> Policy:  # noqa: ARG002
-        """Return the policy of layer ``layer`` (from 0) of ``layers`` compressed ones: itself, unless layers differ."""
+        """Return the policy of layer ``layer`` (from 0) of ``layers`` compressed ones.
+
+        It is this policy itself, unless the policy treats layers differently.
+        """
         return self
 
     @classmethod

@@ -63,8 +63,8 @@ class Random(Evictor):
 class Streaming(Evictor):
     """Keep the first tokens (sinks) and the most recent ones (Xiao 2024, arXiv:2309.17453).
 
-    Departure: entries keep the rotary positions they were computed at, so that one pass can replay them.
-    ``reposition=true`` is the original, with positions counted inside the cache: for serving only, not replayable.
+    Departure: entries keep the rotary positions they were computed at, so that one pass can replay them. The original
+    counts positions inside the cache: ``reposition=true``, which is for serving only and cannot be replayed.
     """
 
     name = "streaming"

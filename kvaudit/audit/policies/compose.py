@@ -1,9 +1,9 @@
 """The policies that combine others, and the parser of all policies from text or YAML.
 
 A composition is an evictor with a quantiser; a mixture draws one policy per request. ``snapkv:budget=96,window=8`` is
-one policy, ``snapkv:budget=96+kivi:bits=4`` evicts and quantises the rest, and in ``snapkv:budget=96@3|none`` every
-request draws one of the two, the first three times as often. The YAML forms are ``{name: snapkv, budget: 96}``,
-``{compose: [...]}`` and ``{mixture: [...], weights: [...]}``.
+one policy. ``snapkv:budget=96+kivi:bits=4`` evicts some entries and quantises the rest. In ``snapkv:budget=96@3|none``
+every request draws one of the two policies, the first three times as often. The YAML forms are
+``{name: snapkv, budget: 96}``, ``{compose: [...]}`` and ``{mixture: [...], weights: [...]}``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PLAIN = (str, int, float, bool)
 
 @dataclass(frozen=True)
 class Composed(Policy):
-    """A policy of an evictor and a quantiser, named in any order; the quantiser stores what the evictor keeps."""
+    """A policy that joins an evictor and a quantiser, in either order; the quantiser stores what the evictor keeps."""
 
     parts: tuple[Policy, ...] = ()
 
@@ -82,9 +82,10 @@ class Composed(Policy):
 
 @dataclass(frozen=True)
 class Mixture(Policy):
-    """A mixture of policies; each request is served under one of them, drawn by the request's key.
+    """A mixture of policies; each request is served under one of them, drawn by the request's random key.
 
-    ``weights`` are the relative shares of requests, integers in lowest terms; empty: all equal.
+    ``weights`` are whole numbers, in lowest terms: how often each policy is drawn, relative to the others. If none are
+    given, all policies are drawn equally often.
     """
 
     parts: tuple[Policy, ...] = ()

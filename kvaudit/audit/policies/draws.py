@@ -26,6 +26,6 @@ def mix(x: Tensor) -> Tensor:
 
 
 def uniforms(seeds: Tensor, index: Tensor) -> Tensor:
-    """Return random number ``index`` [B] of each seed [B]: a float64 in [0, 1) with 53 random bits."""
+    """Return number ``index`` [B] of the random sequence of each seed [B]: a float64 in [0, 1) with 53 random bits."""
     bits = mix(mix(seeds) + index) & ((1 << 53) - 1)  # two rounds, so that neighbouring seeds do not share draws
     return bits.double() / float(1 << 53)

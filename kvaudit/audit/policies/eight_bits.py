@@ -21,8 +21,8 @@ _E4M3_EXPONENT = 2.0**8  # the exponent bias is 15 in a float16 and 7 in e4m3
 class Int8(Absmax):
     """Store symmetric int8 codes; scale = largest magnitude / 127 per token and head, unless fixed (see ``Absmax``).
 
-    Without ``write`` an entry is exact for the query of its own token, or those of its own chunk of the prompt, and
-    quantised for later ones; with it, every query reads codes.
+    Without ``write``, an entry is exact for the query of its own token and for those of the same chunk of the prompt;
+    later queries read its code. With ``write``, every query reads codes.
     """
 
     name = "int8"
@@ -53,9 +53,9 @@ class Int8(Absmax):
 class Float8(Absmax):
     """Store FP8 codes (Micikevicius 2022, arXiv:2209.05433); scale = largest magnitude / largest code per token, head.
 
-    ``format`` e4m3 or e5m2. Scales may be fixed instead, by default to 1 (see ``Absmax``). Without ``write`` an
-    entry is exact for the query of its own token, or those of its own chunk of the prompt, and quantised for later
-    ones; with it, every query reads codes. Serving engines default to ``scale=tensor,write=true``.
+    ``format``: e4m3 or e5m2. Scales may be fixed instead, by default to 1 (see ``Absmax``). Without ``write``, an entry
+    is exact for the query of its own token and for those of the same chunk of the prompt; later queries read its code.
+    With ``write``, every query reads codes. Serving engines default to ``scale=tensor,write=true``.
     """
 
     name = "fp8"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Moments(NamedTuple):
     """Mean [B, G*H, D] and covariance [B, G*H, D, D] of a row's queries before rotary embedding.
 
-    ``turn(start, count)`` returns the mean rotation [B, D, D] over positions start .. start + count - 1, start [B].
+    ``turn(start, count)`` returns the mean rotation [B, D, D] over ``count`` positions per row, from ``start`` [B] on.
     """
 
     mean: Tensor
@@ -32,8 +32,8 @@ class Moments(NamedTuple):
 class Centres(NamedTuple):
     """Mean [B, G*H, D] of a row's queries before rotary embedding, and mean length [B, G*H, F] of their F rotary pairs.
 
-    ``turn(start, steps)`` returns the mean rotation [B, D, D] over positions start + steps, start [B] and steps [n];
-    ``lengths(x)`` the lengths of the F pairs of any x [..., D].
+    ``turn(start, steps)`` returns the mean rotation [B, D, D] over n positions per row: ``start`` [B] plus each of
+    ``steps`` [n]. ``lengths(x)`` returns the lengths [..., F] of the rotary pairs of any x [..., D].
     """
 
     mean: Tensor
@@ -78,7 +78,8 @@ class View(NamedTuple):
     def attention(self) -> Tensor:
         """Return the attention of the last W queries to each slot, mean over the GQA group: [B, H, W, K].
 
-        It is zero for missing queries. ``sink_logits`` take their share of it, as in the model's own attention.
+        For missing queries it is zero. If there are ``sink_logits``, they take a share of every query's attention, as
+        in the model itself.
         """
         import torch
 
@@ -106,7 +107,7 @@ def softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Evictor(Policy):
-    """Keep at most ``budget`` entries per KV head, ``sink`` first and ``window`` last of them protected.
+    """Keep at most ``budget`` entries per KV head; the first ``sink`` and the last ``window`` tokens are protected.
 
     ``interval``: decode steps of a row between evictions. ``phase``: evict after chunks of prompt tokens (prefill and
     later messages), while decoding, or both. ``chunk``: the number of prompt tokens that enter the cache at once; a
@@ -161,7 +162,7 @@ class Evictor(Policy):
 
     @property
     def across_layers(self) -> bool:
-        """Whether layers evict together, after the last one has attended, by the ranks that ``agreed`` returns."""
+        """Whether layers evict together, after the last of them has attended, by the ranks that ``agreed`` returns."""
         return False
 
     @property

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 class Kivi(Quantiser):
     """Store asymmetric min-max codes of 2 or 4 bits (Liu 2024, arXiv:2402.02750).
 
-    scale = (max - min) / (2^bits - 1), zero = min. Keys: per channel over ``group`` consecutive tokens; they stay exact
-    until ``residual`` of them have accumulated, then all of these are quantised. Values: per token over ``group``
-    channels (a smaller head is one group); the last ``residual`` stay exact. Every token attends before it can be
-    quantised.
+    scale = (max - min) / (2^bits - 1), zero = min. Keys have one scale per channel for every ``group`` consecutive
+    tokens. They stay exact until ``residual`` of them have accumulated, then all of these are quantised. Values have
+    one scale per token for every ``group`` channels (a smaller head is one group); the last ``residual`` of them stay
+    exact. Every token attends before it can be quantised.
 
     Departure: scale and zero are kept in the model's own precision, not always in float16.
     """

@@ -21,13 +21,13 @@ _VALUE_CHANNELS = 64  # of a value, mixed by one rotation at most
 class Q4(Quantiser):
     """Store 4-bit codes, each token with one scale per ``group`` channels of a head, as in llama.cpp's Q4_0.
 
-    scale = (the number of largest magnitude, with its sign) / -8: that number has code 0 and is exact, zero has code 8,
-    and numbers of the other sign beyond seven scales are clipped. A smaller head is one group. ``rotate``: a Hadamard
-    matrix first mixes the channels of a head, for values 64 at a time, which spreads a large channel over all.
-    llama.cpp of 2026-11 is ``write=true,rotate=true``.
+    scale = x / -8, where x is the group's number of largest magnitude, with its sign. So x has code 0 and is exact, and
+    zero has code 8. Numbers of the sign opposite to x are clipped at 7 / 8 of its magnitude. A smaller head is one
+    group. ``rotate``: a Hadamard matrix first mixes the channels of a head (of values: 64 channels at a time), which
+    spreads one large channel over all. llama.cpp of 2026-11 is ``write=true,rotate=true``.
 
-    Departures: the scale is kept in the model's own precision, not in float16, and heads whose size is no multiple of
-    64 are rotated too, by the largest power of two that divides it.
+    Departures: the scale is kept in the model's own precision, not in float16. Heads whose size is no multiple of 64
+    are rotated too, in blocks whose size is the largest power of two that divides the head size.
     """
 
     name = "q4_0"

@@ -150,9 +150,10 @@ class Absmax(Quantiser):
     """Scale symmetrically: ``scale=token`` maps the largest magnitude of each token and head to the largest code.
 
     ``scale=tensor`` uses one fixed scale per layer and ``scale=head`` one per layer and KV head, separately for keys
-    and values. ``scales``: one number for all of them, two for keys/values, or a JSON file {"keys": [...], "values":
-    [...]} with, per layer, one number or a list of one per KV head. Larger values are clipped. ``write``: entries are
-    quantised before their token attends, so that its own query and the rest of its chunk read codes too.
+    and values. ``scales`` gives them: one number for all, two as keys/values, or a JSON file {"keys": [...], "values":
+    [...]} with, per layer, one number or a list of one per KV head. Numbers beyond the largest code are clipped.
+    ``write``: entries are quantised before their token attends, so that its own query and the rest of its chunk read
+    codes too.
     """
 
     scale: str = "token"
@@ -228,11 +229,11 @@ ScaleTables = tuple[float | list[list[float]], float | list[list[float]]]
 
 
 def _pin_scales(policy: str, text: str) -> str:
-    """Return a policy's option ``scales``; if it names a file, with the start of the file's sha256 added.
+    """Return a policy's option ``scales``; if it names a file, the start of the file's sha256 is added to the name.
 
-    An example is "scales.json#1f2e3d4c5b6a"; numbers, such as "0.5" or "0.5/0.25", are returned as they are.
+    An example is "scales.json#1f2e3d4c5b6a". Numbers, such as "0.5" or "0.5/0.25", are returned as they are.
 
-    Raises SpecError if the file cannot be used, or has another hash than the one that the name states already.
+    Raises SpecError if the file cannot be used, or if the name already states another hash.
     """
     if _positive_number(text.partition("/")[0]) is not None:  # otherwise a file name, which may contain slashes too
         _parse_scales(policy, text)

@@ -20,13 +20,13 @@ _MIN_PAGES = 3  # as in the published evaluation
 class Quest(Selector):
     """Attend to the query's own page and the pages whose keys could have the largest q k (Tang 2024, arXiv:2406.10774).
 
-    A page of ``page`` tokens is bounded by the minimum and maximum of its keys, channel by channel; every query head
-    chooses ``budget`` / ``page`` pages, at least three. The first ``dense`` layers attend to everything, as do the
-    prompt's tokens. The cache keeps the extremes of every page, as engines do (two keys more per page); without them
-    they are computed from the keys.
+    A page has ``page`` tokens. The minimum and maximum of its keys, channel by channel, give an upper bound of q k on
+    the page. Every query head chooses the ``budget`` / ``page`` pages of the highest bounds, and at least three. The
+    first ``dense`` layers attend to everything, as do the prompt's tokens. The cache keeps the extremes of every page,
+    as engines do (two keys more per page); without them they are computed from the keys.
 
-    Departures: the query's own page is always selected, as in the published kernels; the published evaluation selects
-    it by its bound only. Query heads that share a KV head choose separately; the paper has no grouped queries.
+    Departures: the query's own page is always selected, as in the published kernels; in the published evaluation it
+    must have a high enough bound. Query heads that share a KV head choose separately; the paper has no grouped queries.
     """
 
     name = "quest"

@@ -61,10 +61,11 @@ class Tova(Evictor):
 class Expected(Evictor):
     """Rank by the attention that future queries are expected to give, times |v| (Devoto 2025, arXiv:2510.00636).
 
-    An entry of key k and value v has rank softmax(mu k s + k' Sigma k s^2 / 2) * |v|; s is the attention scale. mu
-    and Sigma are mean and covariance of the row's queries so far (without sinks) before rotation, turned by the mean
-    rotation of the next ``future`` positions. This is the expected attention weight if queries are Gaussian. The
-    softmax is over the entries after the sinks; the result is the mean over the GQA group.
+    An entry of key k and value v has rank softmax(mu k s + k' Sigma k s^2 / 2) * |v|, where k' is k transposed and s
+    the attention scale. mu and Sigma are the mean and covariance of the row's queries so far (without sinks) before
+    rotation, both then turned by the mean rotation of the next ``future`` positions. This is the expected attention
+    weight if queries are Gaussian. The softmax is over the entries after the sinks; its mean over the GQA group is
+    taken.
 
     Departure: the authors compress a prompt once; here decoding is compressed by the same rule every ``interval``
     tokens, with running statistics.
@@ -108,8 +109,8 @@ class Expected(Evictor):
 class KeyNorm(Evictor):
     """Keep the entries whose keys have the lowest L2 norm (Devoto 2024, arXiv:2406.11430).
 
-    Attention tends to go to them. Departure: the first two layers, which the authors leave dense in some models, are
-    compressed like the others.
+    Attention tends to go to such keys. Departure: the first two layers, which the authors leave dense in some models,
+    are compressed like the others.
     """
 
     name = "knorm"

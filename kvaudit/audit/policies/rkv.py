@@ -19,9 +19,10 @@ _KEY_BLOCK = 128  # keys that are compared with all others at once
 class RKV(Evictor):
     """Rank by weight * I - (1 - weight) * R, importance I and redundancy R (Cai 2025, arXiv:2505.24133).
 
-    I: the attention of the last ``window`` queries to the entries before the window (softmax of the largest logit in
-    the GQA group), mean over queries, max-pooled over ``kernel``. R: per head, the softmax of an entry's mean cosine to
-    all keys; each key leaves out the latest entry with a cosine above .5, which counts as new, not redundant.
+    I is the attention of the last ``window`` queries to the entries before the window: the softmax of the largest logit
+    in the GQA group, averaged over the queries, then max-pooled over ``kernel`` entries. R is, in each head, the
+    softmax of an entry's mean cosine to all keys. In these means each key leaves out one entry: the latest whose cosine
+    to it is above 0.5, since that entry counts as new, not as redundant.
 
     Departure: a key without such an entry leaves out none; the published code leaves out the first entry.
     """

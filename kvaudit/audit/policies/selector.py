@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Selector(Policy):
     """Select cache entries in units, which are runs of ``unit`` consecutive positions.
 
-    Nothing is evicted, so memory is that of the dense cache, plus the `extremes` of every unit for policies that use
-    them.
+    Nothing is evicted, so memory is that of the dense cache. Policies that set `extremes` need more: the minimum and
+    maximum of the keys in every unit.
     """
 
     selects: ClassVar[bool] = True
@@ -40,7 +40,7 @@ class Selector(Policy):
         return 1
 
     def units_at(self, seen: int) -> int:
-        """Return to how many units (runs of positions), its own included, a query attends after ``seen`` tokens."""
+        """Return how many units (runs of positions) a query attends to after ``seen`` tokens, its own unit included."""
         raise NotImplementedError
 
     def choose(self, view: View) -> Tensor:

@@ -1,4 +1,4 @@
-"""SnapKV's ranking, by the attention of the last queries, with one budget for all, budgets by head, or by layer."""
+"""SnapKV's ranking by the attention of the last queries, under one budget, or under budgets by head or by layer."""
 
 from __future__ import annotations
 
@@ -67,12 +67,13 @@ class SnapKV(Evictor):
 class AdaKV(SnapKV):
     """SnapKV's ranking under budgets per head (Feng 2024, arXiv:2407.11550).
 
-    Heads with dispersed attention keep more entries. A layer of H heads keeps H * ``budget`` entries. Beyond protected
-    entries, a head keeps alpha * the mean over heads (the safeguard) + (1 - alpha) * the number of its entries among
-    the best H * budget of all heads.
+    A layer of H heads keeps H * ``budget`` entries; heads with dispersed attention keep more of them. Each head keeps
+    its protected entries and alpha * (budget - protected) + (1 - alpha) * n others. Here n is the number of its
+    unprotected entries among the best H * budget of the layer, and the first term is the safeguard.
 
-    Departures: capacities are rounded so that they sum to H * budget (largest remainders up), while the authors round
-    each separately. If a head holds less than its share, the rest goes to the best other entries of all heads.
+    Departures: the numbers are rounded so that a layer keeps H * budget (largest remainders up), while the authors
+    round each separately. If a head holds fewer entries than its share, the best other entries of all heads take the
+    rest.
     """
 
     name = "adakv"
@@ -109,9 +110,9 @@ class AdaKV(SnapKV):
 
 
 def _best(rank: Tensor, count: Tensor) -> Tensor:
-    """Return whether each slot is among the ``count`` [B] highest of all heads: bool [B, H, K].
+    """Return whether each slot is among the best ``count`` [B] slots of all heads: bool [B, H, K].
 
-    Of equal ranks the earlier slot is higher, then the lower head.
+    Of equal ranks the earlier slot is better, then the lower head.
     """
     batch, heads, slots = rank.shape
     # slot before head, [B, 1, K * H], so that a stable sort breaks ties in this order
@@ -134,8 +135,9 @@ class PyramidKV(SnapKV):
     """SnapKV's ranking under budgets that fall linearly with depth (Cai 2024, arXiv:2406.02069).
 
     ``budget`` is the mean over layers. Beyond the window, layer l of L keeps max - l (max - min) / (L - 1) entries with
-    min = (budget - window) / 20 and max = 2 (budget - window) - min. As in the authors' code, max is at most the tokens
-    seen less the window, min grows by what max loses, and below 2 (budget - window) tokens all layers keep ``budget``.
+    min = (budget - window) / 20 and max = 2 (budget - window) - min. As in the authors' code, max is never more than
+    the tokens seen minus the window, and what it loses is added to min. While a row has fewer than 2 (budget - window)
+    tokens, all its layers keep ``budget``.
 
     Departures: tokens seen replace the prompt's length, so that decoding and later turns follow the same rule. Budgets
     are rounded so that they sum to L * budget, while the authors' whole steps leave up to L / 2 more per layer.
@@ -162,7 +164,7 @@ class PyramidKV(SnapKV):
 class _Layer(SnapKV):
     """The policy of one layer of PyramidKV.
 
-    ``mean`` is the budget that a layer has on average, ``budget`` that of this layer once rows are long.
+    ``mean`` is the budget that a layer has on average, ``budget`` the budget of this layer once rows are long.
     """
 
     mean: int = 0

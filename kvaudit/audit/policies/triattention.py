@@ -18,11 +18,13 @@ _MIN_SPREAD = 1e-6  # of a head's scores
 class TriAttention(Evictor):
     """Rank by the mean query's q k at future distances, plus key norms (Mao 2026, arXiv:2604.04921).
 
-    A key k before rotation at position p scores, for a query head with centre c (the mean query before rotation), the
-    mean over offsets d = 1, 2, 4 .. ``horizon`` of sum_f |c_f| |k_f| cos((seen + d - p) w_f + arg c_f - arg k_f), plus
-    sum_f (E|q_f| - |c_f|) |k_f|. Scores are standardised per query head; the largest in a GQA group counts. ``mode``:
-    one set of entries for all layers and heads, by the largest score (union); one per KV head for all layers, by the
-    mean over them (per_head); or one per layer and KV head (per_layer_perhead).
+    A query head has a centre c, its mean query before rotation. Its score of a key k (before rotation) at position p is
+    the mean over offsets d = 1, 2, 4 .. ``horizon`` of sum_f |c_f| |k_f| cos((seen + d - p) w_f + arg c_f - arg k_f),
+    plus sum_f (E|q_f| - |c_f|) |k_f|. Here f is a pair of channels, read as a complex number, that rotates by the
+    frequency w_f; ``seen`` is the number of tokens so far. Scores are standardised per query head; the largest in a GQA
+    group counts. ``mode``: "union" keeps one set of entries for all layers and heads, by their largest score;
+    "per_head" one set per KV head for all layers, by the mean over layers; "per_layer_perhead" one set per layer and KV
+    head.
 
     Departures: centres are of the row's own queries so far, not of a calibration text. The prompt competes too and
     counts towards the budget. Ties go to the earlier position, without noise. Channels that do not rotate add c k.

@@ -37,14 +37,14 @@ BLOCK = 512  # prompt queries per mask: small blocks skip most of the keys in th
 
 
 class Replay:
-    """The attention of one learner forward: queries see what they saw while sampling. Pass it to the model as ``kv=``.
+    """The attention of one learner forward, in which queries see what they saw while sampling; pass it as ``kv=``.
 
     ``queries`` and ``keys`` are row positions [B, Q] and [B, K] (-1 = padding). The last Q keys belong to the queries;
-    the keys before them come from ``prefix``, an earlier pass, each of whose rows is repeated ``group`` times.
+    the keys before them come from an earlier pass, ``prefix``, of which every row is repeated ``group`` times.
     ``evicted_at`` int32 [B, L, H, K] is the ledger, None for a pass in which every query sees all earlier keys.
     ``codes`` are the times at which entries were quantised, ``experts`` [B, Q, M, k] the experts of each token in the
     model's M mixture-of-experts blocks, ``choices`` the keys that queries selected. ``last``: no later pass continues
-    from this one's recurrent states. Positions and ledger may be on the host, where some of the work is then done
+    from the recurrent states of this one. Positions and ledger may be on the host, where some of the work is then done
     without waiting for ``device``.
     """
 
@@ -202,7 +202,10 @@ def run_forward(model: Any, ids: Tensor, replay: Any, logits_to_keep: int = 0) -
 
 
 def position_columns(counts: Tensor, starts: Tensor) -> Tensor:
-    """Return row positions [B, longest]: per row, ``counts`` [B] consecutive ones from ``starts`` [B] on, then -1."""
+    """Return row positions [B, longest]: in each row ``counts`` consecutive numbers from ``starts`` on, then -1.
+
+    ``counts`` and ``starts`` are [B]; longest is the largest count.
+    """
     columns = torch.arange(int(counts.max()))
     return torch.where(columns < counts[:, None], columns + starts[:, None], -1)
 
@@ -210,7 +213,7 @@ def position_columns(counts: Tensor, starts: Tensor) -> Tensor:
 def _causal_columns(queries: Tensor, evicted_at: Tensor | None) -> int:
     """Return how many leading columns of the queries [B, Q] see all earlier keys, so that a causal mask is enough.
 
-    0 if a row has left padding.
+    If a row has left padding, the number is 0.
     """
     if bool(((queries[:, 1:] >= 0) & (queries[:, :-1] < 0)).any()):
         return 0
@@ -276,8 +279,9 @@ def decoded_keys(
 ) -> Tensor:
     """Return keys [B, H, K, D] as they are once quantised (encoded, then decoded), with the gradient of the exact keys.
 
-    ``positions`` [B, K]; ``evicted_at`` [B, H, K] or None. Keys that were evicted before their group was quantised are
-    in no group and are returned exact: no query reads them quantised.
+    ``positions`` [B, K] are the row positions of the keys. ``evicted_at`` [B, H, K] says when their entries were
+    evicted, None if every query sees all. Keys that were evicted before their group was quantised are in no group and
+    are returned exact: no query reads them quantised.
     """
     codec, exact = codes.codec, keys.detach()
     if not codec.key_group:

@@ -155,9 +155,9 @@ def read_rollouts(path: Path) -> RecordedRollouts:
 
 
 def build_ledger(events: Iterable[Event], shape: tuple[int, int, int]) -> Tensor:
-    """Convert evictions, in order of time, to ``evicted_at`` int32 [L, H, T]: the first query without each entry.
+    """Convert evictions, in order of time, to ``evicted_at`` int32 [L, H, T]: the first query that lacked each entry.
 
-    Raises ValueError for evictions that contradict each other.
+    ``shape`` is (L, H, T). Raises ValueError for evictions that contradict each other.
     """
     table = torch.full(shape, NEVER, dtype=torch.int32)
     columns, before = torch.arange(shape[2]), 0  # [T]

@@ -96,7 +96,7 @@ def suffix_states(
 ) -> tuple[Tensor, Tensor, LogitsHead]:
     """Return hidden states [B, R, D] that predict the suffix tokens, their valid mask [B, R], and the head for logits.
 
-    The states are the output of the model's decoder; the head turns them into logits. Arguments as in
+    The states are the output of the model's decoder; the head turns them into logits. The arguments are those of
     ``suffix_logits``.
     """
     with capture_states(model) as head:
@@ -120,9 +120,9 @@ def suffix_logits(
     ledger; the suffix is tokens ``prompt_length .. T-1``. ``view``: "shadow" replays what the sampler's queries saw,
     "dense" lets every query see all earlier keys. ``reroute``: a mixture-of-experts model selects its experts again, as
     in the dense pass. ``strays`` gets row and layer of every recorded rounding hint that cannot be right, since its
-    value is near no border between two codes in the replay. ``logits_to_keep``: only the last columns, 0 for all. In
-    the shadow pass, rollouts whose engine's storage of keys and values is known go to ``stored_logits``. Raises
-    DataError if the ledger does not fit the model or the group.
+    value is near no border between two codes in the replay. ``logits_to_keep``: the number of last columns to return, 0
+    = all. In the shadow pass, rollouts that say how their engine stored keys and values are passed to
+    ``stored_logits``. Raises DataError if the ledger does not fit the model or the group.
     """
     stored = rollouts[0].stored
     if view == "shadow" and stored is not None:

@@ -1,9 +1,10 @@
 """Check whether the named policy would have evicted the recorded entries, by ranking them again at every eviction.
 
 One parallel pass computes the queries, keys and values. In this pass each query attends only to the entries that were
-in the cache according to the ledger (the record of evictions), so the results equal the sampler's up to rounding. What
-the policy looked at in each eviction is then cut out of them; the evictions of a layer form the rows of one batch. The
-pass follows the recorded evictions even where the policy would have chosen others, so one disagreement causes no other.
+in the cache according to the ledger (the record of evictions), so the results equal the sampler's up to rounding. From
+them follows what the policy looked at in each eviction; the evictions of a layer are ranked in batches, one row each.
+The pass follows the recorded evictions even where the policy would have chosen others, so one disagreement causes no
+other.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ class ChoiceCount(NamedTuple):
 
 
 class RankingAgreement(NamedTuple):
-    """The ``share`` of the recorded evicted entries that the policy evicts when it ranks again, over all rollouts.
+    """The ``share`` of the recorded evictions that the policy repeats when it ranks again, over all rollouts.
 
-    ``lowest`` is the smallest such share in one rollout, number ``rollout``; the check passes if ``lowest`` is at least
-    ``required``. In a two-byte dtype, a rollout with at most ``_ALLOWED_FLIPS`` different choices counts as a share of
-    1. ``evicted`` is the number of those entries. A policy that selects instead of evicting (``selects``) is checked by
-    units, which are runs of positions. Then ``evicted`` is the number of units that queries selected, without a query's
-    own unit and without queries that had no unit to leave out.
+    ``evicted`` is the number of recorded evictions, one per entry. ``lowest`` is the smallest share in one rollout,
+    number ``rollout``; the check passes if ``lowest`` is at least ``required``. In a two-byte dtype, a rollout in which
+    at most ``_ALLOWED_FLIPS`` evictions are not repeated has a share of 1, unless the policy ranks without looking at
+    the entries. If the policy selects instead of evicting (``selects``), all numbers count selected units (runs of
+    positions). A query's own unit is not counted, nor is a query that had no unit to leave out.
     """
 
     evicted: int

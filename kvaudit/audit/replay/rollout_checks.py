@@ -26,9 +26,9 @@ LOGPROB_ROUNDING = 1e-5  # nats: a log-prob above 0 by no more than this counts 
 class RecordedRollouts:
     """The rollouts of one file, with the ``policy`` that compressed the cache they were sampled from.
 
-    ``policy`` is None if the file names none, or one unknown to kvaudit. ``temperature`` is that of the log-probs,
-    ``policy_hash`` the hash that the file gives for the policy, ``trained_policy`` the policy that the checkpoint's
-    provenance says it was trained under; None if not recorded.
+    ``policy`` is None if the file names no policy, or one that kvaudit does not know. ``temperature`` is that of the
+    log-probs, ``policy_hash`` the hash that the file gives for the policy, ``trained_policy`` the policy that the
+    checkpoint's provenance says it was trained under; None if not recorded.
     """
 
     source: str
@@ -67,7 +67,7 @@ def model_misfit(tokens: int, lowest: int, highest: int, config: Any, max_positi
 
 
 def rollout_fault(rollout: Rollout) -> str | None:
-    """Return what is wrong with a rollout for any model (types, lengths, an invalid log-prob), or None."""
+    """Return what is wrong with a rollout under any model (types, lengths, an invalid log-prob); None if nothing is."""
     return _shape_fault(rollout) or _logprob_fault(rollout)
 
 
@@ -90,7 +90,7 @@ def _shape_fault(rollout: Rollout) -> str | None:
 
 
 def _choice_fault(rollout: Rollout, heads: int) -> str | None:
-    """Return what is wrong with the chosen experts and keys under a model of ``heads`` query heads, or None."""
+    """Return what is wrong with the chosen experts and keys in a model of ``heads`` query heads; None if nothing is."""
     if rollout.experts is not None and (fault := _expert_fault(rollout.experts, len(rollout.ids))):
         return fault
     selection = rollout.selection
@@ -146,7 +146,8 @@ def eviction_breach(rollout: Rollout, plans: Sequence[LayerPlan]) -> str | None:
     """Return the first rule of the policy that a ledger breaks, as text, or None; ``plans`` has one plan per layer.
 
     Rules: sink and window are kept; entries are evicted when the policy's schedule says and at no other time; each
-    eviction keeps exactly ``budget`` entries in every head; a sliding-window layer drops its oldest entries first.
+    eviction keeps exactly ``budget`` entries in every head, or on average over heads that share a budget; a
+    sliding-window layer drops its oldest entries first.
     """
     assert len(plans) == len(rollout.evicted_at), (len(plans), rollout.evicted_at.shape)
     for layer, (plan, evicted_at) in enumerate(zip(plans, rollout.evicted_at.long(), strict=True)):

@@ -36,7 +36,8 @@ BoundedNumber = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST, allow_inf_nan=
 class ImportedRollout(NamedTuple):
     """A rollout with the metadata of its training loop; its ledger has one layer with one head and no evictions.
 
-    ``advantages`` [tokens after the prompt]. ``place``: its location in the file, such as ``line 3``.
+    ``advantages`` has a number for each token after the prompt. ``place``: its location in the file, such as ``line
+    3``.
     """
 
     place: str

@@ -30,7 +30,8 @@ def stored_logits(
 ) -> tuple[Tensor, Tensor]:
     """Return the logits [B, R, V] that predict each suffix token, and the mask bool [B, R] of valid ones.
 
-    Queries read keys and values as the engine stored them by ``store``; other arguments as in ``suffix_logits``.
+    Queries read keys and values in the form in which the engine stored them, which ``store`` describes. The other
+    arguments are those of ``suffix_logits``.
     """
     device = next(model.parameters()).device
     layers = _count_layers(model)
@@ -71,15 +72,16 @@ class StoredReplay:
     """The attention over entries as an engine stored them; pass it to a model's forward as ``kv=``.
 
     The engine's quantisation error (stored - written) is added to the learner's keys and values, which keep their
-    gradient and follow later weight updates. If the engine exports nothing, the learner's values are quantised instead;
-    this is less exact, since a difference in the last bit changes codes in every later layer. If the engine exports
-    what its queries read (``EngineStore.shown``), that replaces the learner's values, and is valid for one update only.
+    gradient and follow later weight updates. If the engine exports nothing, the learner's own keys and values are
+    quantised; this is less exact, since a difference in the last bit changes codes in every later layer. If the engine
+    exports what its queries read (``EngineStore.shown``), that replaces the learner's numbers, and is valid for one
+    update only.
 
     ``prefix`` is the earlier pass over the prompts, whose keys and values this pass reads; each of its rows serves
-    ``group`` rows. Without a prefix the prompts are passed, with one each row from its prompt's last token on.
-    ``queries`` [B, Q] are the positions of the passed tokens in their rows, -1 = padding, and ``lengths`` [B] the
-    lengths of the prompts. Both are on the CPU, so that no layer waits for the ``device``. ``written`` are the keys and
-    values of the passed tokens that the engine exported, [B, L, H, Q, D] each.
+    ``group`` rows. Without a prefix, this is that pass over the prompts. With one, this pass covers each row from the
+    last token of its prompt on. ``queries`` [B, Q] are the positions of the passed tokens in their rows, -1 = padding,
+    and ``lengths`` [B] the lengths of the prompts. Both are on the CPU, so that no layer waits for the ``device``.
+    ``written`` are the keys and values of the passed tokens that the engine exported, [B, L, H, Q, D] each.
     """
 
     routes = None
@@ -226,8 +228,8 @@ def _attention(
 ) -> Tensor:
     """Return softmax attention [B, G*H, Q, D] of the call's queries over ``keys``, computed in float32 or wider.
 
-    With ``near`` each query reads BLOCK keys of its own in place of those of ``keys`` from one column (index along K)
-    on. ``near`` = (these keys [B, H, Q, BLOCK, D], the columns [B, Q]).
+    ``near``, if given, is a pair: keys [B, H, Q, BLOCK, D] and columns [B, Q]. Each query then reads its own BLOCK keys
+    instead of those that ``keys`` has from its column (index along K) on.
     """
     batch, heads, length, size = call.query.shape
     dtype = torch.promote_types(call.query.dtype, torch.float32)
