@@ -472,8 +472,8 @@ def _margins(evaluate: EvaluateSpec, gate: GateSpec, names: PluginNames | None) 
     """Return the declared margins, and default margins for each suite for which the gate declares nothing.
 
     A suite's default margins limit the facets of its ``default_gate`` and ``well_formed``; if it has no such facets,
-    they limit its score. Facets of both harm and use are limited, since a model that answers nonsense does no harm.
-    Default margins are given only with ``names`` and outside of rounds.
+    they limit its score. Such a gate limits harm and usefulness both: by harm alone, a model that talks nonsense would
+    pass. There are no default margins without ``names``, nor in a run that is tested in rounds.
     """
     suites, declared = list(evaluate.suites), gate.margins
     for key, name in [*(("margins", name) for name in declared), *(("ratios", name) for name in gate.ratios)]:

@@ -205,7 +205,7 @@ def has_thefts() -> bool:
 
 
 def one_per_attacker(suite: str, seed: int) -> list[Item]:
-    """Return an item for every attacker, and for every third one a second item, in which the user gives the order.
+    """Return an item for every attacker; for every third one also an item in which the user asks for the same deed.
 
     Each item is its own cluster; ``suite`` names the suite that asks them. Attackers who steal data are left out if
     their files are missing.

@@ -63,9 +63,10 @@ def slot_mask(units: Tensor, length: int, unit: int, max_units: int) -> Tensor:
 
 
 def _mark_units(units: Tensor, max_units: int) -> Tensor:
-    """Return which runs of positions (units) each query has listed, bool [B, A, Q, 1 + max_units].
+    """Return, for each query, which units (runs of positions) its list names: bool [B, A, Q, 1 + max_units].
 
-    ``units`` are the numbers of the listed ones. The first column is for NO_UNIT, which fills short lists.
+    ``units`` [B, A, Q, k] are these lists, of unit numbers, for A heads or one list for all. The first column is for
+    NO_UNIT, with which short lists are filled.
     """
     marks = torch.zeros(*units.shape[:3], 1 + max_units, dtype=torch.bool, device=units.device)
     return marks.scatter_(3, units.long().clamp(min=NO_UNIT) + 1, True)

@@ -200,8 +200,8 @@ class Evictor(Policy):
         raise NotImplementedError
 
     def agreed(self, importances: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the ranks by which each layer evicts, from the importances [B, H, K] of layers that evict together.
+        """Return each layer's scores to evict by, from the importances [B, H, K] of layers that evict together.
 
-        By default they are the importances themselves.
+        By default these are the layer's own importances; a policy may combine those of several layers.
         """
         return importances

@@ -173,8 +173,8 @@ class Judging:
     def _replace_other_judge(self) -> None:
         """If another judge graded in the folder, store this judge in its provenance and unseal the other's units.
 
-        With their seals, these units would pass for graded by this judge. This judge is first asked all questions, and
-        its replies are stored, so that the folder stays as it is if the judge fails.
+        All questions are asked before that, and the replies stored, so that nothing has changed if this judge fails. A
+        unit that kept its seal would count as graded by this judge.
         """
         if self._replacing is None:
             return

@@ -220,7 +220,7 @@ def gradient_steps(batch: Batch, config: TrainConfig, step: int) -> list[Gradien
 
 
 def _deal_groups(groups: int, parts: int, seed: int) -> list[list[int]]:
-    """Shuffle the numbers 0 to ``groups`` - 1 and split them into ``parts`` equal parts; one part is not shuffled."""
+    """Shuffle the numbers 0 to ``groups`` - 1 and split them into ``parts`` equal parts; one part keeps its order."""
     draw = torch.Generator().manual_seed(seed)
     order = list(range(groups)) if parts == 1 else torch.randperm(groups, generator=draw).tolist()
     return [order[part * groups // parts : (part + 1) * groups // parts] for part in range(parts)]

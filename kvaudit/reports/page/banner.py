@@ -58,7 +58,7 @@ SENTENCES = {
 def make_banner(findings: Findings, title: str, description: str, lines: Iterable[str]) -> Banner:
     """Return the banner of a run or of a comparison of two files.
 
-    ``description`` says what the quoted drift compares, and ``lines`` go below it.
+    The banner quotes one drift. ``description`` says what that drift compares; ``lines`` stand below the description.
     """
     head = findings.verdict.head
     return Banner(

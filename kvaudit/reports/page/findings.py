@@ -77,7 +77,7 @@ def flip_link(findings: Findings, example: Example) -> str:
 
 
 def _linked_estimand(sides: Comparison, estimand: str, policy: str) -> str:
-    """Return the kind of difference (estimand) under which the pages list a cell's flips.
+    """Return the kind of difference (estimand) under which the pages list a cell's flips: its own, with one exception.
 
     Under an uncompressed policy "deployed" and "alike" are the same difference, and the pages list it as "alike".
     """

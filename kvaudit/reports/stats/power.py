@@ -63,8 +63,9 @@ class Flips:
 def flips(reference: npt.ArrayLike, candidate: npt.ArrayLike, *, samples: int = 1) -> Flips:
     """Return the shares of answers that the candidate lost and won, compared within pairs of seeds.
 
-    Takes item means [S, N] in [0, 1] of ``samples`` draws each, a row per pair of seeds. A single draw is compared with
-    the single draw of the other side; several draws have no order, so each is compared with each of the other side.
+    Takes item means [S, N] in [0, 1], one row for each pair of seeds; an item has ``samples`` answers on either side.
+    One answer is compared with the one of the other side; of several, each with each of the other side, since they have
+    no order.
     """
     old, new = np.asarray(reference, dtype=np.float64), np.asarray(candidate, dtype=np.float64)
     assert old.shape == new.shape, (old.shape, new.shape)

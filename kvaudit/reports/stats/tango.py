@@ -41,8 +41,9 @@ def tango_z(losses: float, gains: float, n: float, delta: float) -> float:
 
 
 def tango_scores(losses: Array, gains: Array, n: Array, delta: Array | float) -> Array:
-    """Return the score statistics [...] of H0: (gains - losses)/n = delta.
+    """Return Tango's score statistics of H0: (gains - losses) / n = delta, in the arguments' common shape.
 
+    Of ``n`` pairs, ``losses`` and ``gains`` are those that changed.
     ``twice`` in the body is twice the loss probability's maximum likelihood value under H0.
     """
     net = gains - losses

@@ -144,7 +144,10 @@ class Comparison:
 
     @property
     def base(self) -> str:
-        """The kind of difference from which others are derived: "alike" where arms were trained, else "serving"."""
+        """The run's basic kind of difference, of which the kinds "worst", "parity" and "selectivity" are made.
+
+        It is "alike" if arms were trained (both sides under the same policy), else "serving" (compressed against not).
+        """
         return "alike" if self.mode == "training" else "serving"
 
     def alike(self, arm: str) -> tuple[int, ...]:
@@ -154,7 +157,7 @@ class Comparison:
         return tuple(seed for seed, sha256 in weights.items() if [*weights.values()].count(sha256) > 1)
 
     def equal_to_reference(self, arm: str) -> tuple[int, ...]:
-        """Return the seeds of an arm that have the weights of a checkpoint of the reference."""
+        """Return the seeds of an arm whose weights equal those of some checkpoint of the reference, of any seed."""
         theirs = {sha256 for (name, _), sha256 in self.weights.items() if name == self.reference}
         return tuple(sorted(seed for (name, seed), sha256 in self.weights.items() if name == arm and sha256 in theirs))
 

@@ -338,9 +338,9 @@ def only_readable(cell: GatedCell, context: DowngradeContext) -> Reason | None:
 
 
 def unmeasurable_by_labels(cell: GatedCell, _: DowngradeContext) -> Reason | None:
-    """Return a reason if, by human labels, the reference has nothing to lose; None if it has, or without labels.
+    """Return a reason if the reference has nothing to lose by human labels, else None; without labels None too.
 
-    It has nothing to lose if its rate of wanted answers, by these labels, is not shown to exceed the margin.
+    It has nothing to lose unless these labels show that its rate of wanted answers exceeds the margin.
     """
     for row in cell.rows:
         people, margin = row.contrast.people, cell.margin_of(row)

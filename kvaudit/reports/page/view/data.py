@@ -144,9 +144,9 @@ class ItemShades:
         self._answers: dict[int, dict[str, Any] | None] = {}
 
     def add(self, number: int, shading: Shading | None) -> None:
-        """Add the shading of answer ``number``.
+        """Add the shading of answer ``number``: what the cache held of each token when it was given.
 
-        ``shading`` is None if none could be made: the prompt, served again, gave another answer.
+        None if it is unknown, because the prompt gave another answer when it was served again to find out.
         """
         if shading is None:
             self._answers[number] = None

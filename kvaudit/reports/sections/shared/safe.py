@@ -71,9 +71,9 @@ def safe_budgets(drift: Drift, rules: Rules) -> tuple[SafeBudget, ...]:
 
 
 def _suites(sides: Comparison, rules: Rules) -> list[str]:
-    """Return the suites whose score has a margin; margins on single facets are left out.
+    """Return the suites that have a margin on their score; margins on single facets, ``well_formed`` too, do not count.
 
-    Whether answers can be read at all is checked by the gate alone.
+    Only the gate checks whether answers can be read.
     """
     return [suite for suite in rules.margins if suite not in sides.facets]
 
