@@ -90,7 +90,7 @@ def _files_of(name: str) -> tuple[str, ...]:
 
 
 def agent_suites() -> tuple[PublicSuite, ...]:
-    """Return ``AGENTS``; if the data folder lacks the attackers who steal data, ``orders`` gets a wider margin."""
+    """Return ``AGENTS``; without the attackers who steal data, ``orders`` can decide a margin of 20 points only."""
     calls, orders = AGENTS
     return calls, orders if injecagent.has_thefts() else orders._replace(margin=_MARGIN_WITHOUT_THEFTS)
 
