@@ -193,6 +193,10 @@ def test_the_signed_rank_test_of_many_pairs_is_nearly_exact_and_takes_no_minutes
     assert signed_rank_above(many) == pytest.approx(signed_rank_above(few), abs=0.03)
 
 
+def test_millions_of_pairs_overflow_no_number():
+    assert signed_rank_above(np.tile([1.0, -1.0, 2.0], 700_000)) < 1e-9
+
+
 @pytest.mark.parametrize("gains", [110, 120])
 def test_the_signed_rank_test_of_many_equal_differences_is_the_sign_test(gains: int) -> None:
     equal = [1.0] * gains + [-1.0] * (210 - gains)

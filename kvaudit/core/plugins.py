@@ -139,7 +139,8 @@ def plugin_from_mapping(plugin: type[T], label: str, values: Mapping[str, Any]) 
 
 def option_texts(plugin: Any) -> list[str]:
     """Return the options of a plug-in class as texts: ``name``, or ``name=default``."""
-    return [f.name if f.default is MISSING else f"{f.name}={f.default}" for f in fields(plugin)]
+    texts = {f.name: str(f.default).lower() if isinstance(f.default, bool) else f.default for f in fields(plugin)}
+    return [name if default is MISSING else f"{name}={default}" for name, default in texts.items()]
 
 
 def sha256_of(*values: Any) -> str:

@@ -189,12 +189,12 @@ class CompressedCache(Cache):  # type: ignore[misc]
         if pinned is not None and pinned.shape != ids.shape:
             raise SpecError(f"pinned has shape {tuple(pinned.shape)}, the prompt {tuple(ids.shape)}; they must agree")
         # nothing is changed before all checks have passed, so that a caller can correct a call and repeat it
-        self._real = self._add_columns(attention_mask, positions >= 0)
-        self._mask = None if mask is None or mask.device.type == "cpu" else mask
+        real = self._add_columns(attention_mask, positions >= 0)
         if cache is None:
             keys = torch.arange(batch, device=ids.device) + self._seed
             cache = EvictingCache(self._config, self._policy, keys, rotary=self._rotary, blocks=self._blocks)
-            self._evicting = cache
+        self._evicting, self._real = cache, real
+        self._mask = None if mask is None or mask.device.type == "cpu" else mask
         self._ids.append(ids)
         cache.begin(positions, decoding=decoding, pinned=pinned)
         for layer in self.layers:

@@ -241,7 +241,8 @@ def _pin_scales(policy: str, text: str) -> str:
     name, _, expected = text.partition("#")
     try:
         if not Path(name).is_file():  # a policy may come from another's file, and a device never ends
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            code = errno.EISDIR if Path(name).is_dir() else errno.ENOENT
+            raise OSError(code, os.strerror(code))
         digest = hashlib.sha256(Path(name).read_bytes()).hexdigest()[:_HASH_DIGITS]
     except OSError as error:
         raise SpecError(

@@ -18,7 +18,7 @@ ConfigurationRole = Literal["rollout", "serving", "both", "unknown"]
 NO_EQUIVALENT = "no equivalent"
 CORRECTION, NATIVE = "correction", "native"
 _PATH = Path(__file__).with_name("rules.yaml")
-_OFF = {"", "none", "null", "false", "off", "no", "0", "disabled"}
+_OFF = {"", "none", "null", "false", "off", "no", "disabled"}
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,8 @@ def _normalise(kind: str, key: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _is_set(value: Value) -> bool:
-    return value is not None and value is not False and value != () and str(value).lower() not in _OFF
+    is_off = value is None or value is False or value == () or str(value).lower() in _OFF
+    return not is_off and _number(value) != 0
 
 
 def _number(value: Any) -> float | None:

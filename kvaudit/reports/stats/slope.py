@@ -100,7 +100,8 @@ def signed_rank_above(differences: npt.ArrayLike) -> float:
     positive = ranks[values > 0].sum()
     if len(values) > _MOST_EXACT:
         half_step = np.gcd.reduce(ranks) / 2  # of the possible sums, for the continuity correction
-        return float(special.ndtr((ranks.sum() / 2 - positive + half_step) / np.sqrt(np.sum(ranks**2) / 4)))
+        spread = np.sqrt(np.sum(np.square(ranks, dtype=np.float64))) / 2  # floats: whole numbers would overflow
+        return float(special.ndtr((ranks.sum() / 2 - positive + half_step) / spread))
     chances = np.ones(1)  # chances of every sum of the positive ranks
     for rank in ranks:
         chances = (np.pad(chances, (0, rank)) + np.pad(chances, (rank, 0))) / 2

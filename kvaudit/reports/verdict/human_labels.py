@@ -49,7 +49,7 @@ from kvaudit.reports.verdict.label_sheet import (
     text_hash,
 )
 
-LABELS_FORMAT = 3
+LABELS_FORMAT = 4
 LABELS_FILE = "adjudication.json"
 REMEDY = "delete it and read the sheet again (kvaudit grade adjudicate)"
 _NOTE = re.compile(r", (\d+) cells, sha256 ([0-9a-f]{64})$")  # the end of provenance's note on labels
