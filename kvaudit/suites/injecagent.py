@@ -157,11 +157,11 @@ class InjecAgent(Published):
         rest = f"{attack.tool}-{stream}"
         animal = random.Random(f"{self.name}-{user.name}-{rest}").choice(ANIMALS)
         filling = attack.instruction if twin == "attack" else BENIGN.format(animal=animal)
-        (call,) = make_calls([ToolCall(user.name, user.arguments)])
         messages = [Message(Role.SYSTEM, _SYSTEM)]
         if twin == "asked":  # alone, since small models repeat an answer that they read before the order
             messages.append(Message(Role.USER, attack.instruction))
         else:
+            (call,) = make_calls([ToolCall(user.name, user.arguments)])
             result = user.response.replace(SLOT, filling)
             messages.append(Message(Role.USER, user.instruction))
             messages.append(Message(Role.ASSISTANT, "", (call,)))

@@ -109,8 +109,7 @@ def _init_quarterly(model: str, options: CheckOptions, judge: str | None, rate: 
     from kvaudit.audit.runs.question import parse_spec_text
     from kvaudit.audit.sampling.checkpoints import load_base_chat
 
-    fixed = (options.minutes, options.seed, *(flag or None for flag in options.flags.values()))
-    if any(value is not None for value in fixed):
+    if options.minutes is not None or options.seed is not None or any(options.flags.values()):
         raise SpecError(
             "init quarterly takes no --minutes, --seed, --long, --sums, --agents or --made-up: it always asks the same "
             "rows"

@@ -37,9 +37,8 @@ class SnapKV(Evictor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window < 1:
-            raise SpecError(f"policy snapkv: window={self.window}, wanted at least 1 observing query")
-        self._at_least("kernel", 1)
+        for field in ("window", "kernel"):
+            self._at_least(field, 1)
         if self.kernel % 2 == 0:
             raise SpecError(f"policy snapkv: kernel={self.kernel}, wanted an odd number")
         self._one_of("pool", ("max", "avg"))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvaudit.audit.cache.attention import AttentionCall, require_single_call
 from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, Cast, EngineStore
-from kvaudit.audit.cache.layers import layer_plans
+from kvaudit.audit.cache.layers import head_size, layer_plans
 from kvaudit.audit.policies import Dense, parse_policy, softmax
 from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import LoadedModel
@@ -312,8 +312,7 @@ def read_back(x: Tensor, code: Cast | ByToken | ByChannel | None) -> Tensor:
 
 def check_group(model: LoadedModel, setting: Codes | Floats) -> None:
     """Raise SpecError if the channels of a head do not divide into groups that share a scale."""
-    config = model.model.config.get_text_config(decoder=True)
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = head_size(model.model.config)
     if isinstance(setting, Codes) and size % setting.group:
         raise SpecError(
             f"--group is {setting.group}, which does not divide the {size} channels of a head; give a divisor"

@@ -219,9 +219,9 @@ def kept_entries(config: ServingConfig) -> int | None:
     served = config.served
     if isinstance(served, Condition):
         entries = dict(served.settings).get(ENGINES.get(served.engine).keeps, "")
-        return int(entries) if str(entries).isdigit() else None
+        return int(entries) if str(entries).isdecimal() else None
     budgets = [m.parameters().get(_BUDGET, "") for m in _members(served) if m.evicts or m.selects]
-    return max((int(budget) for budget in budgets if str(budget).isdigit()), default=None)
+    return max((int(budget) for budget in budgets if str(budget).isdecimal()), default=None)
 
 
 def exact_entries(config: ServingConfig) -> int:
@@ -229,7 +229,7 @@ def exact_entries(config: ServingConfig) -> int:
     served = config.served
     members = [] if isinstance(served, Condition) else _members(served)
     residuals = [member.parameters().get(_RESIDUAL, "") for member in members if member.quantises]
-    return max((int(residual) for residual in residuals if str(residual).isdigit()), default=0)
+    return max((int(residual) for residual in residuals if str(residual).isdecimal()), default=0)
 
 
 def _members(policy: Policy) -> list[Policy]:

@@ -19,7 +19,7 @@ from kvaudit.audit.runs.progress import Meter, print_line
 from kvaudit.audit.sampling.checkpoints import load_base_chat
 from kvaudit.core.errors import DataError
 from kvaudit.core.files import plain_files, read_json
-from kvaudit.core.provenance import INPUTS, ROWS, check_inputs, check_sealed, seal_path
+from kvaudit.core.provenance import INPUTS, ROWS, check_inputs, check_sealed, seal_path, table_of
 from kvaudit.core.records import Item, Record, Role
 from kvaudit.core.text import length_label
 from kvaudit.suites.base import CountTokens, Suite
@@ -88,7 +88,8 @@ def make_items_again(run: RunFolder, suite: Suite, context: int, count: CountTok
         items = evaluation_items(run.sized, suite, context, count)
     inputs = run.provenance().get(INPUTS)
     if isinstance(inputs, dict):  # runs of earlier versions have none
-        check_inputs(ROWS, {name: inputs.get(ROWS, {}).get(name) for name in rows}, rows)
+        stored = table_of(inputs, ROWS)
+        check_inputs(ROWS, {name: stored.get(name) for name in rows}, rows)
     return {item.item_id: item for item in items}
 
 

@@ -7,6 +7,7 @@ import filecmp
 import hashlib
 import re
 import warnings
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -248,7 +249,8 @@ def _check_all_placed(folder: Path, name: str, without_place: Collection[str]) -
     """
     stored = [header.name for header in headers([folder / ADAPTER_WEIGHTS])]
     places = [_ADAPTER_NAME.sub("", tensor) for tensor in stored]
-    doubled = [tensor for tensor, place in zip(stored, places, strict=True) if places.count(place) > 1]
+    counts = Counter(places)
+    doubled = [tensor for tensor, place in zip(stored, places, strict=True) if counts[place] > 1]
     if unused := sorted(without_place) or doubled:
         raise DataError(
             f"adapter {name!r}: {len(unused)} of the {len(stored)} tensors in its {ADAPTER_WEIGHTS} have no place of "

@@ -18,7 +18,7 @@ from math import isinf
 
 from kvaudit.core.facets import DEPLOYED, PARITY, SERVING, WORST, suite_of
 from kvaudit.core.text import at_length, inline, join_names, length_label
-from kvaudit.reports.sections.shared.words import event_rates, facet_of_metric, plural, shorten
+from kvaudit.reports.sections.shared.words import event_rates, facet_of_metric, is_serving, plural, shorten
 from kvaudit.reports.stats.betting import METHOD as BETTING
 from kvaudit.reports.stats.seeds import SEEDS_NEEDED
 from kvaudit.reports.verdict.comparison import Comparison
@@ -123,7 +123,7 @@ def question_of(sides: Comparison, d: Decision) -> str:
 
     An arm deployed uncompressed belongs to "training".
     """
-    if sides.mode == "serving" or d.estimand == SERVING:
+    if is_serving(sides, d):
         return SERVING
     return DEPLOYED if d.estimand == DEPLOYED and not sides.is_uncompressed(d.policy) else TRAINING
 

@@ -57,7 +57,7 @@ def mask_private(value: Any, findings: Findings) -> Any:
             return private.sub(lambda hit: public[hit[0]], inner)
         if isinstance(inner, Mapping):
             return {key: mask(entry) for key, entry in inner.items()}
-        return [mask(entry) for entry in inner] if isinstance(inner, list) else inner
+        return [mask(entry) for entry in inner] if isinstance(inner, list | tuple) else inner
 
     return mask(value)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvaudit.core.facets import suite_of
+from kvaudit.core.facets import PARITY, suite_of
 from kvaudit.core.provenance import ENDED, LOOKS, PLANNED, TIME_SPENT, all_looks, seconds_of, table_of
 from kvaudit.core.text import clip, inline
 from kvaudit.reports.page.answers import change_text, severity_order, subject_of
@@ -125,7 +125,8 @@ def _status_text(d: Decision) -> str:
         return f"{MEANS[d.standing]}, {d.reasons[0].text}"
     if d.status is not Status.FAIL or d.waiver:
         return MEANS[d.standing]
-    return "worse, by more than the limit" if d.effect and exceeds_margin(d) else "worse, size open"
+    word = "changed" if d.estimand == PARITY else "worse"  # parity may fail by a gain
+    return f"{word}, by more than the limit" if d.effect and exceeds_margin(d) else f"{word}, size open"
 
 
 def _shuffled_changes(findings: Findings, d: Decision) -> str:
