@@ -718,11 +718,11 @@ def attacked(folder: Path, before: int, after: int) -> list[Path]:
 @pytest.mark.parametrize(("after", "ratio", "code"), [(330, 1.5, 0), (330, 1.12, 3), (302, 1.01, 4)])
 def test_a_ratio_decides_in_place_of_a_margin(tmp_path, after, ratio, code):
     paths = attacked(tmp_path, 300, after)
-    done = run_command(*paths, "--ratio", f"all={ratio}")
-    assert done.exit_code == code, done.output
     found = compare(sides(*paths), "score", ratios={"all": ratio})
     assert found.findings.rules.margins == {}
     (decision,) = found.verdict.decisions
+    done = run_command(*paths, "--ratio", f"{decision.suite}={ratio}")
+    assert done.exit_code == code, done.output
     assert decision.ratio.limit == ratio
     assert decision.ratio.times.estimate == pytest.approx(after / 300)
 

@@ -149,3 +149,7 @@ def test_a_grade_is_asked_for_once_and_a_failure_again(tmp_path: Path, monkeypat
     monkeypatch.setattr(RightJudge, "grades", lambda self, new: again.extend(new) or said[:1])
     assert CachedGrader(RightJudge(), tmp_path).grades(asked) == said
     assert again == asked[:1]
+    again.clear()
+    (tmp_path / "fresh").mkdir()
+    assert CachedGrader(RightJudge(), tmp_path / "fresh").grades([asked[0], asked[0]]) == [said[0], said[0]]
+    assert again == asked[:1]  # equal questions are asked once

@@ -108,6 +108,8 @@ def test_a_hole_in_a_mask_is_not_attended_to(policy: str) -> None:
         *(("llama-gqa", policy) for policy in EVERY_RANKING),
         *(("gemma3", policy) for policy in EVERY_RANKING[1::2]),
         *(("phi", policy) for policy in EVERY_RANKING[::2]),
+        *(pytest.param("gemma3", policy, marks=pytest.mark.slow) for policy in EVERY_RANKING[::2]),
+        *(pytest.param("phi", policy, marks=pytest.mark.slow) for policy in EVERY_RANKING[1::2]),
     ],
 )
 def test_left_padded_generation_is_replayed_to_the_last_digit(name: str, policy: str) -> None:

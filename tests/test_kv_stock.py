@@ -27,9 +27,11 @@ def generate(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, **op
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
-        ("llama-gqa", "h2o:budget=12"),
-        ("qwen3", "snapkv:budget=14,window=4,interval=3"),
-        ("gemma3", "streaming:budget=12,sink=2"),
+        pytest.param(name, policy, marks=[] if n == m else pytest.mark.slow)
+        for n, name in enumerate(("llama-gqa", "qwen3", "gemma3"))
+        for m, policy in enumerate(
+            ("h2o:budget=12", "snapkv:budget=14,window=4,interval=3", "streaming:budget=12,sink=2")
+        )
     ],
 )
 def test_generate_with_left_padding_is_replayed_exactly(name: str, policy: str) -> None:

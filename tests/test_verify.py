@@ -466,7 +466,10 @@ ALIKE = [
 ]
 
 
-@pytest.mark.parametrize("policy", ALIKE[::3], ids=policy_id)  # each is held against all the others
+@pytest.mark.parametrize(
+    "policy",  # each is held against all the others
+    [pytest.param(p, marks=[pytest.mark.slow] * (n % 3 > 0), id=policy_id(p)) for n, p in enumerate(ALIKE)],
+)
 def test_a_renamed_policy_chooses_other_victims(policy: Policy) -> None:
     """Same budget, schedule and protection: only the ranking, or how many a head keeps, tells them apart."""
     loaded = shared("llama-gqa", torch.float32)
